@@ -1,0 +1,170 @@
+"""The model's and the run's settings, each documented where it is defined. No torch here, so that --help answers at once.
+
+Defaults, then presets (config/*.py, plain assignments), then flags: the later wins. model.py and train.py re-export these.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, fields
+from typing import Literal
+
+from config.check import check_fields, check_range
+
+
+@dataclass
+class GPTConfig:
+    """The model."""
+
+    vocab_size: int = 50304
+    """tokens in the vocabulary (50304 is GPT-2's 50257, padded to a multiple of 64)"""
+    block_size: int = 1024
+    """the longest context it is trained on, in tokens"""
+    n_layer: int = 12
+    """blocks"""
+    n_head: int = 12
+    """query heads"""
+    n_kv_head: int | None = None
+    """key/value heads: None as many as n_head (MHA), 1 is MQA, between is GQA"""
+    n_embd: int = 768
+    """width of the residual stream"""
+    head_dim: int | None = None
+    """width of a head (None: n_embd / n_head)"""
+    layers: str = "attention"
+    """sequence mixers, tiled over the layers, e.g. "attention(window=512)*3 attention"; `a|b` runs two side by side"""
+    mlp: Literal["swiglu", "gelu", "gelu_tanh", "relu2"] = "swiglu"
+    """feed-forward: swiglu (gated), gelu (exact), gelu_tanh (GPT-2's), relu2 (squared ReLU)"""
+    n_inner: int | None = None
+    """hidden width of the feed-forward (None: 4 n_embd, or 8/3 n_embd rounded up to 32 for swiglu)"""
+    norm: Literal["rmsnorm", "layernorm"] = "rmsnorm"
+    """normalisation before each half of a block and before the head"""
+    norm_eps: float = 1e-5
+    """added to the variance"""
+    bias: bool = False
+    """biases in linear layers and in LayerNorm"""
+    position: Literal["rope", "learned", "sinusoidal", "alibi", "none"] = "rope"
+    """how order is told"""
+    rope_theta: float = 10000.0
+    """base of RoPE's frequencies"""
+    rope_layout: Literal["half", "interleaved"] = "half"
+    """which channels RoPE pairs: i with i + D/2 (Hugging Face), or 2i with 2i + 1 (Meta, GPT-J)"""
+    qk_norm: bool = False
+    """RMSNorm over each head of the queries and keys, before RoPE (Qwen3)"""
+    window: int = 0
+    """keys that a query sees, itself included (0: all before it); a word's option goes before it"""
+    sinks: int = 0
+    """first tokens of the document that stay visible outside the window"""
+    attn_softcap: float = 0.0
+    """attention scores s become c tanh(s / c) (0: off; Gemma 2 has 50)"""
+    logit_softcap: float = 0.0
+    """the same for the logits (0: off; Gemma 2 has 30)"""
+    tie_embeddings: bool = True
+    """the head's matrix is the embedding's"""
+    init: Literal["gpt2", "zero"] = "gpt2"
+    """weights at the start: gpt2 is N(0, 0.02); zero starts every matrix that writes to the residual stream, and the head, at 0"""
+    dropout: float = 0.0
+    """share of activations dropped in training"""
+    attention_backend: Literal["auto", "reference", "sdpa", "flex", "flash"] = "auto"
+    """what computes attention; what it cannot do falls to the next that can"""
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+        for name in "block_size n_layer n_head n_kv_head n_embd head_dim n_inner norm_eps rope_theta".split():
+            check_range(self, name, above=0)
+        for name in "vocab_size window sinks attn_softcap logit_softcap".split():
+            check_range(self, name, least=0)
+        check_range(self, "dropout", least=0, below=1)
+        if self.head_dim is None and self.n_embd % self.n_head:
+            raise ValueError(f"n_embd={self.n_embd} is no multiple of n_head={self.n_head}: change one, or set head_dim")
+        if self.n_head % (self.n_kv_head or self.n_head):
+            raise ValueError(f"n_head={self.n_head} is no multiple of n_kv_head={self.n_kv_head}")
+        if self.position == "rope" and (self.head_dim or self.n_embd // self.n_head) % 2:
+            raise ValueError("RoPE turns pairs of channels: head_dim must be even")
+        if self.init == "zero" and self.tie_embeddings:
+            raise ValueError("init='zero' starts the head at 0, so it needs tie_embeddings=False")
+        if self.sinks and not self.window:
+            raise ValueError(f"sinks={self.sinks} needs a window; without one every token is visible anyway")
+
+    def model_fields(self) -> dict:
+        """The fields of GPTConfig alone, whatever the subclass: what makes the model."""
+        return {f.name: getattr(self, f.name) for f in fields(GPTConfig)}
+
+
+@dataclass
+class TrainConfig(GPTConfig):
+    """A training run: the model's fields and these."""
+
+    vocab_size: int = 0
+    """tokens in the vocabulary (0: as many as the corpus's tokenizer has)"""
+    dataset: str = "shakespeare"
+    """a corpus under data/, or the path of a prepared folder"""
+    out_dir: str | None = None
+    """the run's own folder (None: out/<preset's name>)"""
+    init_from: str = "scratch"
+    """scratch, resume (go on with out_dir), auto (resume if there is something), or a checkpoint to start from"""
+    eval_only: bool = False
+    """measure the loss of what init_from names, and stop"""
+    batch_size: int = 12
+    """rows of a micro-batch"""
+    gradient_accumulation_steps: int = 1
+    """micro-batches a step: the global batch is batch_size times this"""
+    max_iters: int = 2000
+    """optimizer steps"""
+    learning_rate: float = 1e-3
+    """the highest"""
+    min_lr: float | None = None
+    """the last (None: a tenth of learning_rate)"""
+    warmup_iters: int = 100
+    """steps over which it rises"""
+    lr_decay_iters: int | None = None
+    """step at which min_lr is reached (None: max_iters)"""
+    lr_schedule: Literal["cosine", "linear", "wsd"] = "cosine"
+    """after the warm-up: cosine or linear to min_lr, or wsd: constant, then linear over the last wsd_decay"""
+    wsd_decay: float = 0.2
+    """share of the steps over which wsd decays"""
+    weight_decay: float = 0.1
+    """AdamW's, on matrices only"""
+    beta1: float = 0.9
+    """AdamW's memory of gradients"""
+    beta2: float = 0.95
+    """AdamW's memory of squared gradients"""
+    grad_clip: float = 1.0
+    """largest norm of the gradient (0: no clipping)"""
+    eval_interval: int = 250
+    """steps between evaluations; a checkpoint is saved after each"""
+    eval_iters: int = 0
+    """micro-batches of each evaluation, always the same windows (0: the whole validation split)"""
+    log_interval: int = 10
+    """steps between lines of metrics.jsonl"""
+    device: str = "auto"
+    """auto, cpu, cuda, cuda:1, mps"""
+    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    """of the matrix products; weights and optimizer are float32 always (auto: bfloat16 where the processor gains by it)"""
+    compile: bool | None = None
+    """torch.compile (None: on CUDA)"""
+    seed: int = 1337
+    """of weights, data order and dropout"""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for name in "batch_size gradient_accumulation_steps learning_rate eval_interval log_interval lr_decay_iters".split():
+            check_range(self, name, above=0)
+        for name in "max_iters min_lr warmup_iters weight_decay grad_clip eval_iters".split():
+            check_range(self, name, least=0)
+        for name in ("beta1", "beta2"):
+            check_range(self, name, least=0, below=1)
+        check_range(self, "wsd_decay", least=0, most=1)
+
+    def model(self, vocab_size: int | None = None) -> GPTConfig:
+        """The model's part, with the corpus's vocabulary where none was set."""
+        return GPTConfig(**{**self.model_fields(), "vocab_size": self.vocab_size or vocab_size or 0})
+
+
+def to_dict(config: GPTConfig) -> dict:
+    """For JSON: a checkpoint's config.json."""
+    return asdict(config)
+
+
+def from_dict(cls, d: dict):
+    """The inverse; fields of a newer or older version are left out or take their defaults."""
+    names = {f.name for f in fields(cls)}
+    return cls(**{k: v for k, v in d.items() if k in names})

@@ -1,0 +1,50 @@
+"""What every setting goes through, whether it came from a preset, a flag, a word in `layers`, or Python."""
+
+from __future__ import annotations
+
+import types
+from dataclasses import fields
+from difflib import get_close_matches
+from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
+
+
+def nearest(word: str, known) -> str:
+    """` (did you mean 'x'?)`, or nothing when nothing is near: the tail of an error."""
+    near = get_close_matches(str(word), list(known), 1, 0.5)
+    return f": did you mean {near[0]!r}?" if near else f"; there are {', '.join(map(str, known))}"
+
+
+def coerce(value: Any, hint: Any, name: str) -> Any:
+    """`value` as the type that `hint` names: an int will do for a float, nothing else is converted. ValueError if it won't."""
+    if get_origin(hint) in (Union, types.UnionType):
+        if value is None:
+            return None
+        hint = next(a for a in get_args(hint) if a is not type(None))
+    if get_origin(hint) is Literal:
+        if value not in get_args(hint):
+            raise ValueError(f"{name}: unknown value {value!r}{nearest(value, get_args(hint))}")
+        return value
+    if get_origin(hint) is tuple:
+        return tuple(coerce(v, get_args(hint)[0], name) for v in ([value] if isinstance(value, str) else value))
+    if hint is float and type(value) is int:
+        return float(value)
+    if hint is not Any and type(value) is not hint:
+        raise ValueError(f"{name}={value!r} is no {hint.__name__}")
+    return value
+
+
+def check_fields(config: Any) -> None:
+    """Coerces every field of a dataclass in place to its declared type. ValueError names the field."""
+    hints = get_type_hints(type(config))
+    for f in fields(config):
+        setattr(config, f.name, coerce(getattr(config, f.name), hints[f.name], f.name))
+
+
+def check_range(config: Any, name: str, *, above=None, least=None, below=None, most=None) -> None:
+    """ValueError unless the field (None passes) is > above, >= least, < below and <= most."""
+    value = getattr(config, name)
+    bounds = [("above", above, lambda v, b: v > b), ("at least", least, lambda v, b: v >= b),
+              ("below", below, lambda v, b: v < b), ("at most", most, lambda v, b: v <= b)]
+    for words, bound, holds in bounds:
+        if value is not None and bound is not None and not holds(value, bound):
+            raise ValueError(f"{name}={value} must be {words} {bound}")

@@ -1,0 +1,127 @@
+"""The command line: `script.py [preset.py ...] --flag value ...` into a typed dataclass. Needs no torch.
+
+tyro reads the flags and writes --help; this file adds presets, booleans spelled any usual way, and errors of one line.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import re
+import runpy
+import sys
+import types
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Any, NoReturn, TypeVar, get_args, get_type_hints
+
+import tyro
+
+from config.check import coerce, nearest
+
+T = TypeVar("T")
+ROOT = Path(__file__).resolve().parent.parent
+BOOLEANS = {**dict.fromkeys(("true", "yes", "on", "1"), "True"), **dict.fromkeys(("false", "no", "off", "0"), "False")}
+
+
+def fail(message: object) -> NoReturn:
+    """One line on stderr, exit status 2."""
+    print(f"error: {message}", file=sys.stderr)
+    raise SystemExit(2)
+
+
+@contextlib.contextmanager
+def one_line_errors():
+    """What a user can put right (a wrong value, a missing file or package) ends as one line, without a traceback."""
+    try:
+        yield
+    except (ValueError, FileNotFoundError, ModuleNotFoundError) as e:
+        fail(e)
+
+
+def parse(cls: type[T], argv: list[str] | None = None, prog: str | None = None, presets: bool = False) -> T:
+    """Defaults, then presets (where the script takes them), then flags. A mistake is one line and exit status 2.
+
+    Where the config has an `out_dir` that nothing sets, it becomes out/<the last preset's name>.
+    """
+    prog = prog or Path(sys.argv[0]).name
+    hints = get_type_hints(cls)
+    with one_line_errors():
+        words, flags = split(sys.argv[1:] if argv is None else argv, hints)
+        if words and not presets:
+            raise ValueError(f"unexpected {words[0]!r}: options are written --name=value; see --help")
+        settings: dict[str, Any] = {}
+        for word in words:
+            settings |= read_preset(word, hints)
+        config = run_tyro(cls, flags, f"{prog} [PRESET ...]" if presets else prog, cls(**settings))
+    if "out_dir" in hints and getattr(config, "out_dir") is None:  # noqa: B009 - cls is any dataclass
+        config.out_dir = f"out/{Path(words[-1]).stem if words else 'default'}"  # type: ignore[attr-defined]
+    return config
+
+
+def split(argv: list[str], hints: dict[str, Any]) -> tuple[list[str], list[str]]:
+    """Presets, and flags as --name=value. `--flag`, `--no-flag`, and yes/no/on/off/1/0 become True and False."""
+    words, flags, rest = [], [], list(argv)
+    while rest:
+        arg = rest.pop(0)
+        name, equals, value = arg.lstrip("-").partition("=")
+        name = name.replace("-", "_")
+        if not arg.startswith("-"):
+            words.append(arg)
+            continue
+        if arg in ("-h", "--help"):
+            flags.append("--help")
+            continue
+        if name.startswith("no_") and name not in hints and is_boolean(hints.get(name[3:])):
+            name, equals, value = name[3:], "=", "False"
+        if name not in hints or not arg.startswith("--"):
+            near = get_close_matches(name, hints, 1, 0.5)
+            raise ValueError(f"unknown flag {arg}" + (f": did you mean --{near[0]}?" if near else "; --help lists them"))
+        if not equals:
+            bare = is_boolean(hints[name]) and (not rest or rest[0].startswith("-") or rest[0].endswith(".py"))
+            if not bare and not rest:
+                raise ValueError(f"{arg} needs a value")
+            value = "True" if bare else rest.pop(0)
+        if is_boolean(hints[name]):
+            value = BOOLEANS.get(value.lower(), value)
+        flags.append(f"--{name}={value}")
+    return words, flags
+
+
+def is_boolean(hint: Any) -> bool:
+    return hint is bool or bool in get_args(hint)
+
+
+def read_preset(word: str, hints: dict[str, Any]) -> dict[str, Any]:
+    """The assignments of a preset: a path, or the bare name of one in config/. Names with _ and imports are its own."""
+    path = next((p for p in (Path(word), ROOT / word, ROOT / "config" / f"{word}.py") if p.is_file()), None)
+    if path is None:
+        known = [f"config/{p.name}" for p in sorted((ROOT / "config").glob("*.py")) if p.stem not in ("__init__", "check")]
+        raise ValueError(f"no preset {word!r}{nearest(word, known)}")
+    try:
+        values = runpy.run_path(str(path))
+    except Exception as e:
+        raise ValueError(f"{word} does not run: {type(e).__name__}: {e}") from None
+    own = {k: v for k, v in values.items() if not (k.startswith("_") or isinstance(v, types.ModuleType) or callable(v))}
+    for name in own:
+        if name not in hints:
+            raise ValueError(f"{word}: unknown key {name!r}{nearest(name, hints).partition(';')[0]}")
+        own[name] = coerce(own[name], hints[name], f"{word}: {name}")
+    return own
+
+
+def run_tyro(cls: type[T], flags: list[str], prog: str, default: T) -> T:
+    """tyro, its boxed errors made one line."""
+    if "--help" in flags:
+        flags = ["--help"]
+    boxed = io.StringIO()
+    try:
+        with contextlib.redirect_stderr(boxed):
+            return tyro.cli(cls, args=flags, prog=prog, default=default, use_underscores=True,
+                            config=(tyro.conf.FlagConversionOff, tyro.conf.UseAppendAction))
+    except SystemExit as e:
+        if not e.code:
+            raise
+    text = [line.strip("│ ") for line in boxed.getvalue().splitlines() if line.startswith("│")]
+    first = next((i for i, line in enumerate(text) if line.startswith("──")), len(text))
+    fail(re.sub(r"^Error parsing [A-Z]\w+: ", "", " ".join(text[:first])))

@@ -1,0 +1,99 @@
+"""Sequence mixers: MIXERS names them, and `parse` reads the words of GPTConfig.layers.
+
+    "attention"                                              every layer
+    "attention(window=512)*3 attention"                      three local, one global, tiled over n_layer
+    "attention(window=64)|attention(rope=False)"             two side by side in one layer
+
+The contract is mixers/mixer.py. A new mixer is one file and one line here.
+"""
+
+from __future__ import annotations
+
+import ast
+from dataclasses import fields
+from typing import Any
+
+from config import GPTConfig
+from config.check import nearest
+from mixers.attention import Attention
+from mixers.mixer import Mixer, Parallel
+
+MIXERS: dict[str, type[Mixer]] = {
+    "attention": Attention,
+}
+
+Word = tuple[type[Mixer], Any]   # a mixer's class and its options
+
+
+def parse(layers: str) -> list[list[Word]]:
+    """The pattern, one entry a layer, each a list of the words side by side. Read by ast, never run.
+
+    ValueError, in one line that names the nearest right word, for what cannot be read.
+    """
+    try:
+        nodes = [ast.parse(word, mode="eval").body for word in split(layers)]
+    except SyntaxError:
+        raise ValueError(f"layers: cannot read {layers!r}; write word, word*3, word(option=value) or word|word") from None
+    if not nodes:
+        raise ValueError("layers: empty; write for example 'attention'")
+    return [layer for node in nodes for layer in read(node)]
+
+
+def split(layers: str) -> list[str]:
+    """Cut at the spaces outside brackets."""
+    words, depth = [""], 0
+    for c in layers:
+        depth += (c in "([{") - (c in ")]}")
+        words = words + [""] if c.isspace() and depth <= 0 else words[:-1] + [words[-1] + c]
+    return [word for word in words if word]
+
+
+def read(node: ast.expr) -> list[list[Word]]:
+    """One word with its `*n` and its `|`, which binds last: a|b*2 is a|b twice."""
+    if isinstance(node, ast.BinOp) and isinstance(node.op, ast.BitOr):
+        left, right = read(node.left), read(node.right)
+        if len(left) != 1:
+            raise ValueError(f"layers: {ast.unparse(node)!r}: write *n behind the last word")
+        return [left[0] + word for word in right]
+    if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Mult):
+        times = node.right.value if isinstance(node.right, ast.Constant) else None
+        if type(times) is not int or times < 1:
+            raise ValueError(f"layers: {ast.unparse(node)!r}: a word is repeated by *n, n >= 1")
+        return read(node.left) * times
+    call = node if isinstance(node, ast.Call) else ast.Call(node, [], [])
+    if not isinstance(call.func, ast.Name) or call.args:
+        raise ValueError(f"layers: cannot read {ast.unparse(node)!r}; write word, word*3, word(option=value) or word|word")
+    return [[(lookup(call.func.id), options(call))]]
+
+
+def lookup(word: str) -> type[Mixer]:
+    if word not in MIXERS:
+        raise ValueError(f"layers: unknown mixer {word!r}{nearest(word, MIXERS)}")
+    return MIXERS[word]
+
+
+def options(call: ast.Call) -> Any:
+    """The word's options, checked: names, types and ranges (the dataclass checks itself)."""
+    word = ast.unparse(call.func)
+    cls = lookup(word).Options
+    known, given = [f.name for f in fields(cls)], {}
+    for keyword in call.keywords:
+        if keyword.arg not in known:
+            raise ValueError(f"layers: {word} has no option {keyword.arg!r}{nearest(str(keyword.arg), known)}")
+        try:
+            given[keyword.arg] = ast.literal_eval(keyword.value)
+        except ValueError:
+            raise ValueError(f"layers: {word}({ast.unparse(keyword)}): an option's value is a number, a string, True, False or None") from None
+    try:
+        return cls(**given)
+    except ValueError as e:
+        raise ValueError(f"layers: {word}: {e}") from None
+
+
+def build(cfg: GPTConfig) -> list[Mixer]:
+    """A mixer for each of the n_layer layers, the pattern tiled."""
+    pattern = parse(cfg.layers)
+    if len(pattern) > cfg.n_layer:
+        raise ValueError(f"layers: a pattern of {len(pattern)} layers does not fit into n_layer={cfg.n_layer}")
+    mixers = [[cls(cfg, options) for cls, options in pattern[i % len(pattern)]] for i in range(cfg.n_layer)]
+    return [one[0] if len(one) == 1 else Parallel(one) for one in mixers]

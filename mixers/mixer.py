@@ -1,0 +1,71 @@
+"""The contract of every sequence mixer."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ops.positions import Positions
+
+
+class Mixer(nn.Module):
+    """Mixes information along time, inside a block. A subclass is one file and one line in MIXERS.
+
+    `Options` is a dataclass of what may stand in brackets behind its word in `layers`; `__init__(cfg, options)`.
+    """
+
+    Options: type
+
+    def forward(self, x: Tensor, at: Positions, state: dict[str, Tensor] | None = None) -> Tensor:
+        """x (B, T, C) -> (B, T, C), causal, any T >= 1.
+
+        state None: nothing came before, nothing is remembered (training). state given: it is the left context; read it, and
+        write the new past into it (in place, without gradients). A prompt fed whole, in uneven pieces, or token by token gives
+        the same numbers; `at` says where documents begin (nothing is seen across) and what is padding (which leaves no trace).
+        """
+        raise TypeError(f"{type(self).__name__} has no forward")
+
+    def init_state(self, B: int, max_len: int, dtype: torch.dtype, device: torch.device) -> dict[str, Tensor]:
+        """The empty past of B rows of at most max_len tokens: every tensor is (B, ...)."""
+        return {}
+
+    def endless(self, max_len: int) -> bool:
+        """Whether a state made for max_len takes more tokens than that."""
+        return True
+
+    def flops(self, T: int) -> float:
+        """Forward operations a token in a context of T, beside the products with weight matrices."""
+        return 0
+
+    def backend(self, device: str, dtype: torch.dtype, training: bool) -> str:
+        """What computes it, for the log ('' if there is no choice)."""
+        return ""
+
+
+class Parallel(Mixer):
+    """`a|b` in `layers`: mixers side by side on the same input, their outputs added."""
+
+    def __init__(self, mixers: list[Mixer]):
+        super().__init__()
+        self.mixers = nn.ModuleList(mixers)
+
+    def forward(self, x: Tensor, at: Positions, state: dict[str, Tensor] | None = None) -> Tensor:
+        return sum(m(x, at, None if state is None else self.part(state, i)) for i, m in enumerate(self.mixers))  # type: ignore[return-value]
+
+    def part(self, state: dict[str, Tensor], i: int) -> dict[str, Tensor]:
+        return {name.partition(".")[2]: t for name, t in state.items() if name.startswith(f"{i}.")}
+
+    def init_state(self, B: int, max_len: int, dtype: torch.dtype, device: torch.device) -> dict[str, Tensor]:
+        parts: list[Any] = [m.init_state(B, max_len, dtype, device) for m in self.mixers]
+        return {f"{i}.{name}": t for i, part in enumerate(parts) for name, t in part.items()}
+
+    def endless(self, max_len: int) -> bool:
+        return all(m.endless(max_len) for m in self.mixers)  # type: ignore[operator]
+
+    def flops(self, T: int) -> float:
+        return sum(m.flops(T) for m in self.mixers)  # type: ignore[operator]
+
+    def backend(self, device: str, dtype: torch.dtype, training: bool) -> str:
+        return "|".join(m.backend(device, dtype, training) for m in self.mixers)  # type: ignore[operator]

@@ -1,0 +1,247 @@
+"""Exact softmax attention: full, windowed, over documents, with a past. The queries are the last T of the S keys.
+
+`reference` is the specification: float32, the only one with weights. The others are its equals to rounding, and what one
+cannot do falls to the next that can: sdpa (torch's fused kernels, every device), flex (flex_attention: any mask in blocks on
+CUDA), flash (the flash-attn package). "auto" takes the fastest that fits.
+"""
+
+from __future__ import annotations
+
+import sys
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+from importlib.util import find_spec
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ops.positions import Keys, Positions, visible
+
+HAS_FLASH = find_spec("flash_attn") is not None
+BAND = 64   # queries a block of `banded`: below 64 the overhead of a block outweighs what a window saves
+
+
+@dataclass(frozen=True)
+class How:
+    """What attend is asked for beside the tensors."""
+
+    causal: bool = True
+    window: int = 0
+    sinks: int = 0
+    keep: Tensor | None = None         # bool, broadcast to (B, H, T, S): and-ed to what is visible
+    slopes: Tensor | None = None       # (H,): ALiBi, scores minus slope times distance
+    scale: float | None = None
+    softcap: float = 0.0
+    sink_logit: Tensor | None = None   # (H,): one more score that takes weight and gives nothing
+    dropout: float = 0.0
+    need_weights: bool = False
+
+
+def attend(q: Tensor, k: Tensor, v: Tensor, at: Positions, *, keys: Keys | None = None, backend: str = "auto", causal: bool = True,
+           window: int = 0, sinks: int = 0, keep: Tensor | None = None, slopes: Tensor | None = None, scale: float | None = None,
+           softcap: float = 0.0, sink_logit: Tensor | None = None, dropout: float = 0.0, need_weights: bool = False):
+    """q (B, H, T, D), k (B, G, S, D), v (B, G, S, V) -> (B, H, T, V); a query that sees nothing gives 0.
+
+    `keys` says where the S keys stand (None: they are the T tokens themselves). Scores are q.k times `scale` (None: 1/sqrt(D)),
+    capped to `softcap` tanh(s / softcap), then biased and masked. With `need_weights`: also the weights (B, H, T, S) and the
+    log-sum-exp of the scores (B, H, T), both float32.
+    """
+    how = How(causal, window, sinks, keep, slopes, scale, softcap, sink_logit, dropout, need_weights)
+    grad = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
+    name = choose(backend, q.device.type, q.dtype, how, plain=at.plain and keys is None, grad=grad, decode=q.shape[2] == 1)
+    return BACKENDS[name](q, k, v, at, keys or at.keys_new(), how)
+
+
+# choosing
+
+def cannot(name: str, device: str, dtype: torch.dtype, how: How, plain: bool, grad: bool) -> str:
+    """Why a backend cannot do this ('' if it can)."""
+    if name == "reference":
+        return ""
+    if how.need_weights:
+        return "no fused kernel returns the weights"
+    if how.sink_logit is not None:
+        return f"{name} has no sink logit"
+    if name == "sdpa":
+        return "sdpa has no soft-cap" if how.softcap else ""
+    if name == "flex":
+        if how.dropout:
+            return "flex has no dropout"
+        if device not in ("cuda", "cpu"):
+            return f"flex does not run on {device}"
+        return "flex has no backward on CPU" if device == "cpu" and grad else ""
+    if not HAS_FLASH:
+        return "the flash-attn package is not installed"
+    if device != "cuda" or dtype not in (torch.float16, torch.bfloat16):
+        return "flash takes half precision on CUDA only"
+    return "" if plain and how.causal and how.keep is None and not how.sinks else "flash takes plain causal rows only"
+
+
+def choose(backend: str, device: str, dtype: torch.dtype, how: How, plain: bool = True, grad: bool = True, decode: bool = False) -> str:
+    """The name of the backend that will run."""
+    if backend == "auto":
+        masked = how.window or how.keep is not None or how.slopes is not None or not plain
+        order = ["sdpa", "reference"]
+        if device == "cuda" and not decode and (masked or how.softcap):
+            order = ["flash", "flex", "sdpa", "reference"]
+    else:
+        order = [backend] + [name for name in ("flex", "sdpa", "reference") if name != backend]
+    reasons = {name: cannot(name, device, dtype, how, plain, grad) for name in order}
+    name = next(name for name in order if not reasons[name])
+    if backend not in ("auto", name) and not torch.compiler.is_compiling():
+        say_once(f"attention backend {backend}: {reasons[backend]}; {name} takes its place")
+    return name
+
+
+def say_once(line: str, said: set[str] = set()) -> None:  # noqa: B006 - the default is the memory
+    if line not in said:
+        said.add(line)
+        print(line, file=sys.stderr)
+
+
+# what every backend needs
+
+def see(at: Positions, keys: Keys, how: How) -> Tensor:
+    """(B or 1, 1 or H, T, S) bool, made once a call for all layers that ask the same."""
+    def make() -> Tensor:
+        q_pos, q_doc, k_pos, k_doc = at.pos[:, :, None], at.doc[:, :, None], keys.pos[:, None], keys.doc[:, None]
+        return visible(q_pos, k_pos, q_doc, k_doc, how.window, how.sinks, how.causal)[:, None]
+    mask = at.once(("see", keys.name, how.window, how.sinks, how.causal), make)
+    return mask if how.keep is None else mask & how.keep
+
+
+def distance_bias(q_pos: Tensor, k_pos: Tensor, slopes: Tensor) -> Tensor:
+    """(B, T), (B, S) -> (B, H, T, S): ALiBi."""
+    return -slopes[:, None, None] * (q_pos[:, :, None] - k_pos[:, None]).clamp(min=0)[:, None].float()
+
+
+def spread(k: Tensor, H: int) -> Tensor:
+    """Key/value heads repeated for their query heads: (B, G, S, D) -> (B, H, S, D), contiguous groups."""
+    return k if k.shape[1] == H else k.repeat_interleave(H // k.shape[1], 1)
+
+
+# the backends
+
+def reference(q: Tensor, k: Tensor, v: Tensor, at: Positions, keys: Keys, how: How):
+    scale = q.shape[-1] ** -0.5 if how.scale is None else how.scale
+    s = q.float() @ spread(k, q.shape[1]).float().mT * scale                                   # (B, H, T, S)
+    if how.softcap:
+        s = how.softcap * torch.tanh(s / how.softcap)
+    if how.slopes is not None:
+        s = s + distance_bias(at.pos, keys.pos, how.slopes)
+    s = s.masked_fill(~see(at, keys, how), -torch.inf)
+    lse = s.logsumexp(-1)                                                                     # (B, H, T)
+    if how.sink_logit is not None:
+        lse = torch.logaddexp(lse, how.sink_logit.float()[:, None].expand_as(lse))
+    w = (s - lse.masked_fill(lse == -torch.inf, 0)[..., None]).exp()
+    y = (F.dropout(w, how.dropout) @ spread(v, q.shape[1]).float()).type_as(q)
+    return (y, w, lse) if how.need_weights else y
+
+
+def sdpa(q: Tensor, k: Tensor, v: Tensor, at: Positions, keys: Keys, how: How) -> Tensor:
+    T = q.shape[2]
+    if keys.name == "new" and at.plain and how.causal and how.keep is None and how.slopes is None and not (how.window and how.window < T):
+        return fused(q, k, v, None, how, is_causal=True)
+    front = keys.pos.shape[1] - T
+    if how.window and how.causal and how.keep is None and T > max(how.window, BAND) and front >= 0 and not (how.sinks and at.given):
+        return banded(q, k, v, at, keys, how)
+    mask = see(at, keys, how)
+    bias = None if how.slopes is None else at.once(("bias", keys.name), lambda: distance_bias(at.pos, keys.pos, how.slopes))
+    return masked(q, k, v, mask, bias, how)
+
+
+def fused(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, how: How, is_causal: bool = False) -> Tensor:
+    gqa = q.shape[1] != k.shape[1]
+    if gqa and q.device.type != "cpu" and (mask is not None or q.device.type == "mps"):
+        k, v, gqa = spread(k, q.shape[1]), spread(v, q.shape[1]), False    # CUDA's masked kernels take equal heads only
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, dropout_p=how.dropout, is_causal=is_causal, scale=how.scale, enable_gqa=gqa)
+
+
+def masked(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, bias: Tensor | None, how: How) -> Tensor:
+    """A row that sees nothing is let see everything and then zeroed: kernels disagree on such rows, some give NaN."""
+    empty = ~mask.any(-1, keepdim=True)
+    mask = mask | empty
+    mask = mask if bias is None else bias.to(q.dtype).masked_fill(~mask, -torch.inf)
+    return fused(q, k, v, mask, how).masked_fill(empty, 0)
+
+
+def banded(q: Tensor, k: Tensor, v: Tensor, at: Positions, keys: Keys, how: How) -> Tensor:
+    """A window in time and memory linear in T: blocks of queries, each with the slice of new keys that its window reaches,
+    the keys of the past, and the sinks among the new ones."""
+    (B, H, T, _), n, W = q.shape, k.shape[2] - q.shape[2], how.window
+    L, reach, f = max(W, BAND), W - 1, min(how.sinks, T)
+    N = -(-T // L)
+    fill = N * L - T
+
+    def own(t: Tensor, value: float = 0) -> Tensor:                        # (B, T, ...) -> (B, N, L, ...)
+        return F.pad(t, (0, 0) * (t.dim() - 2) + (0, fill), value=value).unflatten(1, (N, L))
+
+    def reached(t: Tensor, value: float = 0) -> Tensor:                    # (B, S, ...) -> (B, N, n + f + reach + L, ...)
+        band = F.pad(t[:, n:], (0, 0) * (t.dim() - 2) + (reach, fill), value=value).unfold(1, reach + L, L).movedim(-1, 2)
+        front = t[:, None, :n + f].expand(B, N, *t[:, :n + f].shape[1:])
+        return torch.cat([front, band], 2)
+
+    def make() -> tuple[Tensor, Tensor]:
+        q_pos, q_doc = own(at.pos, -1)[..., None], own(at.doc)[..., None]  # (B, N, L, 1)
+        k_pos, k_doc = reached(keys.pos, -1)[:, :, None], reached(keys.doc)[:, :, None]
+        old = visible(q_pos, k_pos[..., :n], q_doc, k_doc[..., :n], W, how.sinks)
+        sink = visible(q_pos, k_pos[..., n:n + f], q_doc, k_doc[..., n:n + f])
+        sink = sink & (k_pos[..., n:n + f] < how.sinks) & (q_pos - k_pos[..., n:n + f] >= W)   # what the band shows already
+        band = visible(q_pos, k_pos[..., n + f:], q_doc, k_doc[..., n + f:], W)
+        mask = torch.cat([old.expand(B, N, L, n), sink.expand(B, N, L, f), band], -1).flatten(0, 1)
+        bias = mask if how.slopes is None else distance_bias(q_pos[..., 0].flatten(0, 1), k_pos[:, :, 0].flatten(0, 1), how.slopes)
+        return mask[:, None], bias
+
+    mask, bias = at.once(("band", keys.name, W, how.sinks), make)
+    q = own(q.transpose(1, 2)).flatten(0, 1).transpose(1, 2)               # (B N, H, L, D)
+    k, v = (reached(t.transpose(1, 2)).flatten(0, 1).transpose(1, 2) for t in (k, v))
+    y = masked(q, k, v, mask, None if how.slopes is None else bias, how)
+    return y.transpose(1, 2).reshape(B, N * L, H, -1)[:, :T].transpose(1, 2)
+
+
+def flex(q: Tensor, k: Tensor, v: Tensor, at: Positions, keys: Keys, how: How) -> Tensor:
+    """torch's flex_attention; its block mask skips what no query of a block sees, and is made once a call for all layers."""
+    from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+    q_pos, q_doc, k_pos, k_doc = at.pos, at.doc, keys.pos, keys.doc
+    keep = None if how.keep is None else how.keep.expand(q.shape[0], q.shape[1], q.shape[2], k.shape[2])
+
+    def mask(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+        seen = visible(q_pos[b, i], k_pos[b, j], q_doc[b, i], k_doc[b, j], how.window, how.sinks, how.causal)
+        return seen if keep is None else seen & keep[b, h, i, j]
+
+    def score(s: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+        if how.softcap:
+            s = how.softcap * torch.tanh(s / how.softcap)
+        return s if how.slopes is None else s - how.slopes[h] * (q_pos[b, i] - k_pos[b, j]).clamp(min=0)
+
+    def blocks():
+        heads = None if keep is None else q.shape[1]
+        return create_block_mask(mask, q.shape[0], heads, q.shape[2], k.shape[2], device=str(q.device))
+
+    block_mask = at.once(("flex", keys.name, how.window, how.sinks, how.causal), blocks) if keep is None else blocks()
+    run = flex_attention if q.device.type == "cpu" or torch.compiler.is_compiling() else compiled_flex(flex_attention)
+    changes = how.softcap or how.slopes is not None
+    if q.device.type == "cpu":
+        warnings.filterwarnings("ignore", message="flex_attention called without torch.compile")   # compiling takes 17 s there, for nothing
+    return run(q, k, v, score_mod=score if changes else None, block_mask=block_mask, scale=how.scale, enable_gqa=q.shape[1] != k.shape[1])
+
+
+def compiled_flex(flex_attention: Callable, memory: dict = {}) -> Callable:  # noqa: B006 - the default is the memory
+    if not memory:
+        memory[0] = torch.compile(flex_attention, dynamic=False)
+    return memory[0]
+
+
+def flash(q: Tensor, k: Tensor, v: Tensor, at: Positions, keys: Keys, how: How) -> Tensor:
+    """The flash-attn package. It counts a window without the query itself: W keys are (W - 1, 0)."""
+    from flash_attn import flash_attn_func
+    q, k, v = (t.transpose(1, 2) for t in (q, k, v))                       # (B, T, H, D)
+    window = (how.window - 1, 0) if how.window else (-1, -1)
+    y = flash_attn_func(q, k, v, dropout_p=how.dropout, softmax_scale=how.scale, causal=True, window_size=window,
+                        softcap=how.softcap, alibi_slopes=None if how.slopes is None else how.slopes.float())
+    return y.transpose(1, 2)
+
+
+BACKENDS: dict[str, Callable] = {"reference": reference, "sdpa": sdpa, "flex": flex, "flash": flash}

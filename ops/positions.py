@@ -1,0 +1,136 @@
+"""Where the new tokens stand. GPT.forward makes one Positions a call; every layer reads it; what is derived is derived once.
+
+`pos` (B, T) says everything: 0 begins a document, -1 is padding (only before or after a row's tokens, never between),
+anything else goes on from the token before it. None: one document a row, from 0 or from where the state left off.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+
+class Keys(NamedTuple):
+    """Where the keys stand that a call attends to. `name` tells two of them apart when masks are remembered."""
+
+    name: Hashable
+    pos: Tensor   # (B, S), negative: an empty slot or padding
+    doc: Tensor   # (B, S)
+
+
+def derived(method: Callable[[Positions], Tensor]) -> Any:
+    """A property computed at its first use. functools.cached_property takes a lock, which torch.compile cannot trace."""
+    return property(lambda self: self.once(method.__name__, lambda: method(self)))
+
+
+class Positions:
+    """pos (B, T) or None; length (B,): where the next token of each row stands (None: nothing came before);
+    past: a bound on length that the host knows without asking the device."""
+
+    def __init__(self, B: int, T: int, device: torch.device, pos: Tensor | None = None, length: Tensor | None = None, past: int = 0):
+        self.given, self.past, self.memo = pos is not None, past, {}  # type: ignore[var-annotated]
+        if pos is None:
+            pos = torch.arange(T, device=device).expand(B, T)
+            if length is not None:
+                pos = pos + length[:, None]
+        self.pos = pos
+
+    def once(self, key: Hashable, make: Callable[[], Any]) -> Any:
+        if key not in self.memo:
+            self.memo[key] = make()
+        return self.memo[key]
+
+    @property
+    def plain(self) -> bool:
+        """One document from 0 in every row: a causal mask is all there is to say."""
+        return not self.given and self.past == 0
+
+    # the row
+
+    @derived
+    def doc(self):
+        """(B, T): 0 is the document that the state left off; every pos == 0 begins the next."""
+        return (self.pos == 0).cumsum(1)
+
+    @derived
+    def first(self):
+        """(B,): index of each row's first token, T if it is all padding."""
+        T = self.pos.shape[1]
+        if not self.given:
+            return self.pos.new_zeros(self.pos.shape[0])
+        return torch.where(self.pos < 0, T, torch.arange(T, device=self.pos.device)).amin(1)
+
+    @derived
+    def end(self):
+        """(B,): one past the index of each row's last token, 0 if it is all padding."""
+        T = self.pos.shape[1]
+        if not self.given:
+            return self.pos.new_full((self.pos.shape[0],), T)
+        return torch.where(self.pos < 0, 0, 1 + torch.arange(T, device=self.pos.device)).amax(1)
+
+    @derived
+    def length(self):
+        """(B,): how long the state's document is, read off the first token (a new document: 0)."""
+        T = self.pos.shape[1]
+        return self.pos.gather(1, self.first.clamp(max=T - 1)[:, None])[:, 0].clamp(min=0)
+
+    def next(self, length: Tensor) -> Tensor:
+        """(B,): where the next token stands after these."""
+        last = self.pos.gather(1, (self.end[:, None] - 1).clamp(min=0))[:, 0]
+        return torch.where(self.end > 0, last + 1, length)
+
+    # the cache: position p lives in slot p for the first `sinks`, then in a ring of `ring` slots. No positions are stored.
+
+    def held(self, last: Tensor, ring: int, sinks: int, n: int) -> Tensor:
+        """(B, n): the positions in the first n slots once `last` (B,) is the newest; negative: nothing of this document."""
+        slot, last = torch.arange(n, device=self.pos.device), last[:, None]
+        turned = last - sinks - (last - slot) % ring
+        turned = torch.where(turned < 0, -1, turned + sinks)
+        return torch.where(slot < sinks, torch.where(slot <= last, slot, -1), turned)
+
+    def slot(self, ring: int, sinks: int) -> Tensor:
+        """(B, T): where each key is written. The slot after the last takes what need not be kept: padding, older documents,
+        and what newer keys of this very call would overwrite."""
+        newest = (self.end[:, None] - 1).clamp(min=0)
+        last = self.pos.gather(1, newest)
+        keep = (self.pos > last - ring) | (self.pos < sinks)
+        if self.given:
+            keep = keep & (self.pos >= 0) & (self.doc == self.doc.gather(1, newest))
+        p = self.pos
+        return torch.where(keep, torch.where(p < sinks, p, sinks + (p - sinks) % ring), sinks + ring)
+
+    def keys_new(self) -> Keys:
+        """The call's own tokens alone."""
+        return Keys("new", self.pos, self.doc)
+
+    def keys_before(self, ring: int, sinks: int) -> Keys:
+        """What the filled slots held before this call, then the call's own tokens."""
+        def make() -> Keys:
+            n = min(sinks + ring, self.past)
+            held = self.held(self.length - 1, ring, sinks, n)
+            return Keys(("before", ring, sinks), torch.cat([held, self.pos], 1), torch.cat([torch.zeros_like(held), self.doc], 1))
+        return self.once(("before", ring, sinks), make)
+
+    def keys_after(self, ring: int, sinks: int) -> Keys:
+        """The filled slots once these tokens are written; they hold the last document alone."""
+        def make() -> Keys:
+            n = min(sinks + ring, self.past + self.pos.shape[1])
+            held = self.held(self.next(self.length) - 1, ring, sinks, n)
+            return Keys(("after", ring, sinks), held, self.doc[:, -1:].expand_as(held))
+        return self.once(("after", ring, sinks), make)
+
+
+def visible(q_pos: Tensor, k_pos: Tensor, q_doc: Tensor, k_doc: Tensor, window: int = 0, sinks: int = 0, causal: bool = True) -> Tensor:
+    """Who sees whom: a query (...) and a key (...) of the same document, broadcast against each other -> bool.
+
+    The only place that knows. A window of W keys counts the query itself; the document's first `sinks` tokens stay visible.
+    """
+    see = (q_pos >= 0) & (k_pos >= 0) & (q_doc == k_doc)
+    if causal:
+        see = see & (k_pos <= q_pos)
+    if window:
+        see = see & ((q_pos - k_pos < window) | (k_pos < sinks))
+    return see
