@@ -12,15 +12,18 @@ import runpy
 import sys
 import types
 from difflib import get_close_matches
+from importlib import metadata
 from pathlib import Path
-from typing import Any, NoReturn, TypeVar, get_args, get_type_hints
+from typing import Annotated, Any, NoReturn, TypeVar, get_args, get_type_hints
 
 import tyro
 
 from config.check import coerce, nearest
 
 T = TypeVar("T")
+Repeated = Annotated[tuple[T, ...], tyro.conf.UseAppendAction]   # a flag that may be given several times
 ROOT = Path(__file__).resolve().parent.parent
+TORCH = (2, 11)
 BOOLEANS = {**dict.fromkeys(("true", "yes", "on", "1"), "True"), **dict.fromkeys(("false", "no", "off", "0"), "False")}
 
 
@@ -39,6 +42,19 @@ def one_line_errors():
         fail(e)
 
 
+def require_torch() -> None:
+    """ValueError unless torch is there and new enough; asks the package index's record, without importing it."""
+    if "torch" in sys.modules:
+        found = sys.modules["torch"].__version__
+    else:
+        try:
+            found = metadata.version("torch")
+        except metadata.PackageNotFoundError:
+            raise ValueError("torch is not installed: pip install -r requirements.txt") from None
+    if tuple(int(n) for n in re.findall(r"\d+", found)[:2]) < TORCH:
+        raise ValueError(f"needs torch {'.'.join(map(str, TORCH))} or newer, found {found}: pip install -r requirements.txt")
+
+
 def parse(cls: type[T], argv: list[str] | None = None, prog: str | None = None, presets: bool = False) -> T:
     """Defaults, then presets (where the script takes them), then flags. A mistake is one line and exit status 2.
 
@@ -47,6 +63,7 @@ def parse(cls: type[T], argv: list[str] | None = None, prog: str | None = None, 
     prog = prog or Path(sys.argv[0]).name
     hints = get_type_hints(cls)
     with one_line_errors():
+        require_torch()
         words, flags = split(sys.argv[1:] if argv is None else argv, hints)
         if words and not presets:
             raise ValueError(f"unexpected {words[0]!r}: options are written --name=value; see --help")
@@ -118,7 +135,7 @@ def run_tyro(cls: type[T], flags: list[str], prog: str, default: T) -> T:
     try:
         with contextlib.redirect_stderr(boxed):
             return tyro.cli(cls, args=flags, prog=prog, default=default, use_underscores=True,
-                            config=(tyro.conf.FlagConversionOff, tyro.conf.UseAppendAction))
+                            config=(tyro.conf.FlagConversionOff,))
     except SystemExit as e:
         if not e.code:
             raise

@@ -1,0 +1,130 @@
+"""Checkpoints: out/<run>/step_000123/ with the model, the optimizer, the settings and the tokenizer, nothing pickled.
+
+Written under another name, synced, renamed: a folder that is there is whole. `latest` and `best` hold the name of one.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+
+from config import GPTConfig, from_dict, to_dict
+from data import tokenizer as tokenizers
+from model import GPT
+
+
+@dataclass
+class Progress:
+    """How far a run has come: what resuming needs beside weights and optimizer. The position in the data is `iter` itself."""
+
+    iter: int = 0                     # optimizer steps done
+    tokens: int = 0
+    val_loss: float | None = None     # of the last evaluation
+    best_iter: int | None = None
+    best_val_loss: float | None = None
+
+
+def save(out_dir: Path, model: GPT, optimizer: torch.optim.Optimizer, config: GPTConfig, tokenizer: Any, progress: Progress) -> Path:
+    """Saves this step and lets go of those that are neither the last nor the best. OSError leaves the older ones as they were."""
+    step = out_dir / f"step_{progress.iter:06d}"
+    if not step.exists():
+        new = out_dir / f".{step.name}"
+        shutil.rmtree(new, ignore_errors=True)
+        new.mkdir(parents=True)
+        try:
+            tied = {"head.weight"} if config.tie_embeddings else set()
+            save_file({k: v.contiguous() for k, v in model.state_dict().items() if k not in tied}, new / "model.safetensors", {"format": "pt"})
+            save_file(optimizer_tensors(model, optimizer), new / "optimizer.safetensors", {"format": "pt"})
+            write_json(new / "config.json", to_dict(config))
+            write_json(new / "progress.json", progress.__dict__)
+            tokenizers.save(tokenizer, new / "tokenizer.json")
+            for file in new.iterdir():
+                sync(file)
+            os.replace(new, step)
+        except (OSError, SafetensorError) as e:
+            shutil.rmtree(new, ignore_errors=True)
+            raise OSError(f"the checkpoint of step {progress.iter} could not be written ({e}); the one before it is untouched") from None
+    point(out_dir / "latest", step.name)
+    if progress.best_iter == progress.iter:
+        point(out_dir / "best", step.name)
+    kept = {(out_dir / name).read_text(encoding="utf-8") for name in ("latest", "best") if (out_dir / name).exists()}
+    for old in out_dir.glob("step_*"):
+        if old.name not in kept:
+            shutil.rmtree(old, ignore_errors=True)
+    return step
+
+
+def write_json(path: Path, value: Any) -> None:
+    path.write_text(json.dumps(value, indent=1) + "\n", encoding="utf-8")
+
+
+def sync(path: Path) -> None:
+    with open(path, "rb+") as f:
+        os.fsync(f.fileno())
+
+
+def point(pointer: Path, name: str) -> None:
+    new = pointer.with_name(f".{pointer.name}")
+    new.write_text(name, encoding="utf-8")
+    sync(new)
+    os.replace(new, pointer)
+
+
+def optimizer_tensors(model: GPT, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
+    """{"blocks.0.mlp.up.weight.exp_avg": tensor, ...}: by the parameters' names, so that no order is to be kept."""
+    return {f"{name}.{key}": torch.as_tensor(t).contiguous() for name, p in model.named_parameters() for key, t in optimizer.state.get(p, {}).items()}
+
+
+def load_optimizer(step: Path, model: GPT, optimizer: torch.optim.Optimizer) -> None:
+    tensors = load_file(step / "optimizer.safetensors")
+    for name, p in model.named_parameters():
+        state = {key[len(name) + 1:]: t for key, t in tensors.items() if key.startswith(f"{name}.") and "." not in key[len(name) + 1:]}
+        optimizer.state[p] = {key: t if key == "step" and p.device.type == "cpu" else t.to(p.device) for key, t in state.items()}
+
+
+def find_step(path: str | Path | None, prefer: str = "best") -> Path:
+    """The step folder that `path` names: one itself, a run's folder (its best, or what `prefer` says), a folder of runs (the
+    newest), or None: the newest under out/. FileNotFoundError in one line."""
+    root = Path(path or "out")
+    if (root / "model.safetensors").is_file():
+        return root
+    runs = [root] if (root / "latest").is_file() else sorted((p.parent for p in root.glob("*/latest")), key=lambda p: (p / "latest").stat().st_mtime)
+    if not runs:
+        raise FileNotFoundError(f"no checkpoint in {root}{os.sep if path is None else ''}: train one first, for example python train.py config/demo.py")
+    pointer = next(runs[-1] / name for name in (prefer, "latest") if (runs[-1] / name).is_file())
+    step = runs[-1] / pointer.read_text(encoding="utf-8").strip()
+    if not (step / "model.safetensors").is_file():
+        raise FileNotFoundError(f"{pointer} names {step.name}, which is not there: name another step with --checkpoint")
+    return step
+
+
+def read_config(step: Path) -> dict[str, Any]:
+    return json.loads((step / "config.json").read_text(encoding="utf-8"))
+
+
+def read_progress(step: Path) -> Progress:
+    return Progress(**json.loads((step / "progress.json").read_text(encoding="utf-8")))
+
+
+def load_weights(model: GPT, step: Path) -> None:
+    """Strictly: every tensor, by its name; a tied head stays tied."""
+    tensors = load_file(step / "model.safetensors")
+    if model.cfg.tie_embeddings:
+        tensors["head.weight"] = tensors["wte.weight"]
+    model.load_state_dict(tensors, strict=True)
+
+
+def load_model(path: str | Path | None = None, device: str | torch.device = "cpu") -> tuple[GPT, Any]:
+    """A checkpoint's model, ready for evaluation, and its tokenizer; `path` as in find_step."""
+    step = find_step(path)
+    model = GPT(from_dict(GPTConfig, read_config(step)))
+    load_weights(model, step)
+    return model.to(device).eval(), tokenizers.load(step / "tokenizer.json")

@@ -1,0 +1,119 @@
+"""What the machine is and gives: device, precision, peak speed, compilation, and memory that is not handed back and forth."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import sys
+from collections.abc import Callable
+
+import torch
+from torch import nn
+
+# Dense peaks in TFLOP/s as (bfloat16, float32 with TF32 off), from the vendors' data sheets; the first name found in the device's name.
+PEAKS = {
+    "B200": (2250, 80), "H200": (989, 67), "H100 PCIe": (756, 51), "H100": (989, 67), "GH200": (989, 67), "A100": (312, 19.5),
+    "L40S": (362, 91.6), "L40": (181, 90.5), "L4": (121, 30.3), "A10G": (70, 31.2), "A10": (125, 31.2), "A6000": (155, 38.7),
+    "RTX 4090": (165, 82.6), "RTX 3090": (71, 35.6), "V100": (0, 15.7), "T4": (0, 8.1),
+}
+
+
+def pick_device(name: str) -> torch.device:
+    """auto: CUDA, else MPS, else the CPU. ValueError where the one named is not there."""
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "mps" if torch.backends.mps.is_available() else "cpu"
+    try:
+        device = torch.device(name)
+    except RuntimeError:
+        raise ValueError(f"device={name!r} is no device: auto, cpu, cuda, cuda:1 or mps") from None
+    there = {"cuda": torch.cuda.is_available, "mps": torch.backends.mps.is_available, "cpu": lambda: True}
+    if not there.get(device.type, lambda: False)() or (device.index or 0) >= max(1, torch.cuda.device_count()):
+        raise ValueError(f"device={name!r} is not on this machine: leave it at auto, or say cpu")
+    return device
+
+
+def pick_dtype(name: str, device: torch.device, n_embd: int) -> torch.dtype:
+    """bfloat16 where the processor has it in hardware and the matrices are wide enough to gain; else float32, with one line
+    where bfloat16 was asked for and is not to be had."""
+    if device.type == "cuda":
+        has = torch.cuda.is_bf16_supported(including_emulation=False)
+        gains = has
+    elif device.type == "mps":
+        has, gains = True, False
+    else:
+        has, gains = True, cpu_multiplies_bf16() and n_embd >= 256      # below, casts cost more than the products gain
+    if name == "bfloat16" and not has:
+        print(f"{torch.cuda.get_device_name(device)} has no bfloat16: float32 takes its place", file=sys.stderr)
+    return torch.bfloat16 if has and (name == "bfloat16" or (name == "auto" and gains)) else torch.float32
+
+
+def cpu_multiplies_bf16() -> bool:
+    """AMX or AVX512-BF16 on Linux; elsewhere no."""
+    try:
+        with open("/proc/cpuinfo", encoding="utf-8", errors="replace") as f:
+            flags = next((line for line in f if line.startswith("flags")), "")
+    except OSError:
+        return False
+    return "amx_bf16" in flags or "avx512_bf16" in flags
+
+
+def autocast(device: torch.device, dtype: torch.dtype):
+    """Matrix products in `dtype`; weights stay float32."""
+    return torch.autocast(device.type, dtype=dtype) if dtype != torch.float32 else contextlib.nullcontext()
+
+
+def peak_flops(device: torch.device, dtype: torch.dtype) -> float | None:
+    """Operations a second that the device could do, or None where its name is not in the table: no MFU is better than a wrong one."""
+    if device.type != "cuda":
+        return None
+    name = torch.cuda.get_device_name(device)
+    half, single = next((peak for part, peak in PEAKS.items() if part in name), (0, 0))
+    return 1e12 * (single if dtype == torch.float32 else half) or None
+
+
+def compiled(model: nn.Module, wanted: bool | None, device: torch.device) -> Callable[..., torch.Tensor]:
+    """torch.compile, where it is wanted (None: on CUDA) and works; otherwise the model itself, after one warning."""
+    if not (device.type == "cuda" if wanted is None else wanted):
+        return model
+    fast, verdict = torch.compile(model), {"works": None}
+
+    def run(*args, **kwargs):
+        if verdict["works"] is False:
+            return model(*args, **kwargs)
+        try:
+            out = fast(*args, **kwargs)
+        except Exception as e:
+            if verdict["works"]:               # it did before: what went wrong is not the compiler
+                raise
+            reason = (str(e).splitlines() or [""])[0][:100]
+            print(f"warning: torch.compile does not work here ({type(e).__name__}: {reason}); going on without it", file=sys.stderr)
+            verdict["works"] = False
+            return model(*args, **kwargs)
+        verdict["works"] = True
+        return out
+
+    return run
+
+
+def keep_memory() -> None:
+    """glibc gives large blocks back to the system and page-faults on the next use: on 16384 x 1536 bfloat16 a GELU takes 25 ms,
+    9.8 once blocks are kept. To be called before the first large tensor; elsewhere than on glibc it does nothing."""
+    if sys.platform != "linux":
+        return
+    with contextlib.suppress(OSError, AttributeError):
+        mallopt = ctypes.CDLL(None).mallopt
+        M_TRIM_THRESHOLD, M_TOP_PAD, M_MMAP_THRESHOLD = -1, -2, -3
+        mallopt(M_MMAP_THRESHOLD, 1 << 30)
+        mallopt(M_TRIM_THRESHOLD, 2**31 - 1)
+        mallopt(M_TOP_PAD, 64 << 20)
+
+
+def peak_memory(device: torch.device) -> int:
+    """Bytes: what the device has held at most; on a CPU the process."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    try:
+        import resource
+    except ImportError:    # Windows
+        return 0
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)

@@ -1,0 +1,125 @@
+"""What a person sees of a run, and metrics.jsonl for programs."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from pathlib import Path
+
+import torch
+from tqdm import tqdm
+
+from config import TrainConfig, to_dict
+from engine.device import peak_flops
+from model import GPT
+
+
+def parameter_table(model: GPT) -> list[tuple[str, int]]:
+    """(what, how many parameters), adding up to all of them; a tied head counts once, as the embedding."""
+    rows: dict[str, int] = {}
+    for name, p in model.named_parameters():
+        kind = name.split(".")[2] if name.startswith("blocks.") else name.split(".")[0]
+        label = {"wte": "embedding", "wpe": "positions", "mixer": "mixers", "mlp": "feed-forward"}.get(kind, "norms" if "norm" in kind else kind)
+        rows[label] = rows.get(label, 0) + p.numel()
+    return list(rows.items())
+
+
+def memory_estimate(model: GPT, config: TrainConfig, dtype: torch.dtype) -> float:
+    """Bytes of a training step: weights, gradients and two moments in float32, what backward needs of one micro-batch, logits.
+
+    Kept for backward, in numbers a token: 9 C + 3 inner a block (two norms in float32 count double), 4 q, k, v, y widths in it.
+    """
+    size, tokens = (2 if dtype != torch.float32 else 4), config.batch_size * config.block_size
+    kept = sum(8 * model.cfg.n_embd + 4 * b.mlp.down.in_features for b in model.blocks)  # type: ignore[union-attr,operator,misc]
+    weights = 16 * sum(p.numel() for p in model.parameters())
+    return weights + tokens * (size * kept + 4 * 4 * model.cfg.n_embd * len(model.blocks)) + tokens * model.cfg.vocab_size * (8 + size)
+
+
+def count(n: float) -> str:
+    """1234567 -> 1.23 M"""
+    for unit, size in (("T", 1e12), ("G", 1e9), ("M", 1e6), ("k", 1e3)):
+        if n >= size:
+            return f"{n / size:.3g} {unit}"
+    return f"{n:.3g} "
+
+
+def duration(seconds: float) -> str:
+    m, s = divmod(round(seconds), 60)
+    return f"{m // 60} h {m % 60:02d} min" if m >= 60 else f"{m} min {s:02d} s" if m else f"{s} s"
+
+
+def start_block(model: GPT, config: TrainConfig, device: torch.device, dtype: torch.dtype, tokens_per_epoch: int) -> str:
+    """The effective configuration and what the run will take, before it starts."""
+    per_step = config.batch_size * config.gradient_accumulation_steps * config.block_size
+    total = sum(p.numel() for p in model.parameters())
+    backends = ", ".join(dict.fromkeys(b.mixer.backend(device.type, dtype, True) for b in model.blocks))  # type: ignore[operator,union-attr]
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else f"{device.type}, {torch.get_num_threads()} threads"
+    saves = f"after every {config.eval_interval} steps, at the end, and on Ctrl-C"
+    settings, line = [], ""
+    for key, value in to_dict(config).items():
+        if len(line) + len(f"{key}={value}") > 110:
+            settings, line = [*settings, line], ""
+        line += f"{key}={value!r} "
+    return "\n".join([
+        *[f"  {s}" for s in [*settings, line]],
+        f"parameters   {count(total)} ({', '.join(f'{what} {count(n).strip()}' for what, n in parameter_table(model))})",
+        f"device       {name}; products in {str(dtype).removeprefix('torch.')}; attention by {backends}",
+        f"a step       {config.batch_size} rows x {config.gradient_accumulation_steps} x {config.block_size} = {per_step:,} tokens, "
+        f"{count(per_step * model.flops_per_token(config.block_size))}FLOP",
+        f"the run      {config.max_iters:,} steps, {count(per_step * config.max_iters)}tokens, "
+        f"{per_step * config.max_iters / max(1, tokens_per_epoch):.2g} epochs of {count(tokens_per_epoch)}",
+        f"memory       about {memory_estimate(model, config, dtype) / 2**30:.2g} GiB beside torch itself",
+        f"saved        {config.out_dir}, {saves}",
+    ])
+
+
+class Log:
+    """metrics.jsonl, a line a `log` or `note` call, nothing rounded; and a progress bar where there is a terminal, lines where not."""
+
+    def __init__(self, config: TrainConfig, start: int, flops_per_token: float, device: torch.device, dtype: torch.dtype):
+        self.config, self.flops, self.peak = config, flops_per_token, peak_flops(device, dtype)
+        self.path = Path(config.out_dir or ".") / "metrics.jsonl"
+        old = self.path.read_text(encoding="utf-8").splitlines() if start and self.path.exists() else []
+        kept = [line for line in old if json.loads(line)["iter"] <= start]     # what a killed run logged after its last checkpoint
+        self.path.write_text("".join(line + "\n" for line in kept), encoding="utf-8")
+        self.bar = tqdm(total=config.max_iters, initial=start, unit="step", dynamic_ncols=True, disable=None, smoothing=0.05)
+        self.tokens, self.seconds, self.first, self.told = 0, 0.0, True, False
+
+    def write(self, line: dict) -> None:
+        with open(self.path, "a", encoding="utf-8") as f:
+            f.write(json.dumps(line) + "\n")
+
+    def say(self, text: str) -> None:
+        tqdm.write(text, file=sys.stdout)
+        sys.stdout.flush()
+
+    def step(self, i: int, tokens: int, seconds: float, values: dict) -> None:
+        """After optimizer step i (counted from 1) of so many tokens and seconds; `values` are logged as they are."""
+        self.bar.update(1)
+        if self.first:                     # compilation, first touches: not the speed of the run
+            self.first = False
+        else:
+            self.tokens, self.seconds = self.tokens + tokens, self.seconds + seconds
+        if i % self.config.log_interval and i != self.config.max_iters:
+            return
+        rate = self.tokens / self.seconds if self.seconds else None
+        mfu = rate * self.flops / self.peak if rate and self.peak else None
+        self.write({"iter": i, **{k: float(v) if isinstance(v, torch.Tensor) else v for k, v in values.items()}, "tokens_per_s": rate, **({"mfu": mfu} if mfu else {})})
+        text = f"loss {float(values['loss']):.3f}, lr {values['lr']:.2g}" + (f", {count(rate)}tokens/s" if rate else "")
+        text += f", MFU {mfu:.1%}" if mfu else ""
+        self.bar.set_postfix_str(text)
+        if rate and not self.told:
+            left = (self.config.max_iters - i) * tokens / rate
+            self.say(f"the run will take about {duration(left)} more (until {time.strftime('%H:%M', time.localtime(time.time() + left))}), evaluations aside")
+            self.told = True
+        if self.bar.disable and (i % (10 * self.config.log_interval) == 0):
+            self.say(f"step {i}/{self.config.max_iters}: {text}")
+        self.tokens, self.seconds = 0, 0.0
+
+    def evaluation(self, i: int, values: dict, remark: str) -> None:
+        self.write({"iter": i, **values})
+        self.say(f"step {i}: validation loss {values['val_loss']:.4f}{remark}")
+
+    def close(self) -> None:
+        self.bar.close()

@@ -1,0 +1,68 @@
+"""How a run begins: from scratch, from where it stopped, or from another run's weights."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import fields, replace
+from pathlib import Path
+
+from config import GPTConfig, TrainConfig
+from data.shards import Corpus
+from engine.checkpoint import find_step, read_config, write_json
+from data import tokenizer as tokenizers
+
+FREE = {"dropout", "attention_backend", "init"}   # fields of the model that a checkpoint does not bind
+
+
+def begin(config: TrainConfig, corpus: Corpus) -> tuple[TrainConfig, Path | None]:
+    """The settings with what the corpus and the checkpoint say filled in, and the step folder to load (None: from scratch).
+
+    scratch moves an old run aside; resume demands one; auto resumes where there is one; anything else is a checkpoint whose
+    weights are taken. ValueError where settings contradict the checkpoint, before anything is moved.
+    """
+    out = Path(config.out_dir or "out/default")
+    config = replace(config, out_dir=str(out), vocab_size=config.vocab_size or corpus.vocab_size)
+    if config.vocab_size < corpus.vocab_size:
+        raise ValueError(f"vocab_size={config.vocab_size} is smaller than the {corpus.vocab_size} of {config.dataset}: leave it out")
+    step = None
+    if config.init_from in ("resume", "auto"):
+        if (out / "latest").is_file():
+            step = find_step(out, prefer="latest")
+        elif config.init_from == "resume":
+            raise ValueError(f"nothing to resume in {out}: leave --init_from out, or say --init_from=auto")
+    elif config.init_from != "scratch":
+        step = find_step(config.init_from)
+    if step:
+        config = agree(config, step, corpus)
+    elif not config.eval_only:
+        move_aside(out)
+    if not config.eval_only:
+        out.mkdir(parents=True, exist_ok=True)
+    return config, step
+
+
+def agree(config: TrainConfig, step: Path, corpus: Corpus) -> TrainConfig:
+    """The model's fields are the checkpoint's; resuming, a different one is refused; starting from it, it is noted."""
+    if tokenizers.load(step / "tokenizer.json").hash != corpus.tokenizer.hash:
+        raise ValueError(f"{config.dataset} has another tokenizer than {step}: prepare it with the same one, or start from scratch")
+    saved = read_config(step)
+    resuming = config.init_from in ("resume", "auto")
+    for f in fields(GPTConfig):
+        old, new = saved.get(f.name, getattr(config, f.name)), getattr(config, f.name)
+        if f.name in FREE or old == new:
+            continue
+        if f.name == "block_size" and not resuming and (new < old or config.position not in ("learned",)):
+            continue
+        if resuming:
+            raise ValueError(f"{f.name} is {old!r} in {step}, not {new!r}: drop the flag, or start from scratch")
+        print(f"{f.name}={old!r}, as in {step} (not {new!r})", file=sys.stderr)
+        config = replace(config, **{f.name: old})
+    return config
+
+
+def move_aside(out: Path) -> None:
+    """An old run of the same name keeps its files, as <name>.1, <name>.2, ..."""
+    if (out / "latest").is_file() or (out / "metrics.jsonl").is_file():
+        free = next(p for n in range(1, 10**6) if not (p := out.with_name(f"{out.name}.{n}")).exists())
+        out.rename(free)
+        print(f"the run that was in {out} is in {free} now")

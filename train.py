@@ -1,0 +1,126 @@
+"""Trains a GPT: `python train.py config/demo.py --n_layer=4`, or `from train import TrainConfig, train`.
+
+`train` is one function, read downwards: settings, data, model, optimizer, resuming, the loop.
+"""
+
+from config import TrainConfig as TrainConfig
+from config import from_dict, to_dict
+from engine.cli import one_line_errors, parse, require_torch
+
+if __name__ == "__main__":
+    config = parse(TrainConfig, presets=True)      # before torch is imported, so that --help and mistakes answer at once
+
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+
+from data.find import find
+from data.loader import FixedWindows, Loader
+from engine import checkpoint
+from engine.checkpoint import Progress
+from engine.device import autocast, compiled, keep_memory, pick_device, pick_dtype
+from engine.interrupt import Interrupt
+from engine.log import Log, start_block
+from engine.optim import learning_rate, make_optimizer
+from engine.start import begin
+from mixers import parse as parse_layers
+from model import GPT
+from ops.loss import valid
+
+
+def train(config: TrainConfig) -> Progress:
+    """Runs `config` to its end, or to Ctrl-C, and returns how far it came. ValueError, in one line, for what cannot be run."""
+    require_torch()
+    parse_layers(config.layers)
+    keep_memory()
+    device = pick_device(config.device)
+    dtype = pick_dtype(config.dtype, device, config.n_embd)
+
+    # data: windows by arithmetic on (seed, step), so that the step alone is the position in it
+    corpus = find(config.dataset)
+    config, resume_from = begin(config, corpus)     # what init_from says: settings of the checkpoint, old runs moved aside
+    rows = config.batch_size * config.gradient_accumulation_steps
+    loader = Loader(corpus.split("train"), config.block_size, rows, config.seed)
+    val = FixedWindows(corpus.split("val"), config.block_size, config.batch_size, config.eval_iters or None)
+
+    # model and optimizer
+    torch.manual_seed(config.seed)
+    model = GPT(config.model()).to(device)
+    optimizer = make_optimizer(model, config)
+    progress = Progress()
+    if resume_from:
+        checkpoint.load_weights(model, resume_from)
+        if config.init_from in ("resume", "auto"):
+            checkpoint.load_optimizer(resume_from, model, optimizer)
+            progress = checkpoint.read_progress(resume_from)
+    run = compiled(model, config.compile, device)
+    print(start_block(model, config, device, dtype, len(corpus.split("train"))), flush=True)
+
+    @torch.no_grad()
+    def evaluate() -> float:
+        """Mean loss over the validation windows, without dropout, touching nothing of the training."""
+        model.eval()
+        total = n = torch.zeros((), device=device)
+        for x, y in val:
+            x, y = x.to(device), y.to(device)
+            with autocast(device, dtype):
+                total, n = total + run(x, y) * valid(y), n + valid(y)
+        model.train()
+        return float(total / n)
+
+    if config.eval_only:
+        progress.val_loss = evaluate()
+        print(f"validation loss {progress.val_loss:.4f} nats a token")
+        return progress
+    if progress.iter >= config.max_iters:
+        print(f"{config.out_dir} is already at step {progress.iter}: raise --max_iters to go on")
+        return progress
+
+    log = Log(config, progress.iter, model.flops_per_token(config.block_size), device, dtype)
+    with Interrupt() as stop:
+        for i in range(progress.iter, config.max_iters):
+            started = time.perf_counter()
+            torch.manual_seed(config.seed + 7919 * (i + 1))     # dropout is a function of the step: resuming needs no generator's state
+            lr = learning_rate(config, i)
+            for group in optimizer.param_groups:
+                group["lr"] = lr
+
+            # gradient of the sum over the valid targets of all micro-batches, divided by their number
+            batch = loader.batch(i).to(device)
+            n, loss = valid(batch[:, 1:]), torch.zeros((), device=device)
+            for micro in batch.split(config.batch_size):
+                x, y = micro[:, :-1], micro[:, 1:]
+                with autocast(device, dtype):
+                    part = run(x, y) * (valid(y) / n)
+                part.backward()
+                loss += part.detach()
+            norm = torch.nn.utils.clip_grad_norm_(model.parameters(), config.grad_clip or float("inf"))
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=True)
+
+            progress.iter, progress.tokens = i + 1, progress.tokens + batch[:, 1:].numel()
+            values = {"tokens": progress.tokens, "loss": loss, "lr": lr, "grad_norm": norm}
+            log.step(i + 1, batch[:, 1:].numel(), time.perf_counter() - started, values)
+
+            # evaluate and save
+            last = i + 1 == config.max_iters
+            if (i + 1) % config.eval_interval == 0 or last:
+                progress.val_loss = evaluate()
+                best = progress.best_val_loss is None or progress.val_loss < progress.best_val_loss
+                if best:
+                    progress.best_iter, progress.best_val_loss = i + 1, progress.val_loss
+                log.evaluation(i + 1, {"tokens": progress.tokens, "val_loss": progress.val_loss}, " (best)" if best else "")
+            if (i + 1) % config.eval_interval == 0 or last or stop:
+                saved = checkpoint.save(Path(config.out_dir), model, optimizer, config, corpus.tokenizer, progress)
+            if stop and not last:
+                log.say(f"{stop.name}: saved {saved}; go on with --init_from=resume and the same command")
+                break
+    log.close()
+    return progress
+
+
+if __name__ == "__main__":
+    with one_line_errors():
+        train(config)
