@@ -5,6 +5,7 @@ Letters: B rows, T new tokens, C width of the residual stream, V vocabulary.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -93,17 +94,20 @@ class GPT(nn.Module):
         """All of it, but what a mixer's own parameters (decays, gates) start from.
 
                                    gpt2                      zero
-        embeddings                 N(0, 0.02)                N(0, 1)
+        embeddings, head           N(0, s)                   N(0, 1), 0
         linear weights             N(0, 0.02)                uniform, deviation 1 / sqrt(fan in)
         ... that write to the      N(0, 0.02 / sqrt(2 L))    0
             residual stream
-        head (where not tied)      N(0, 0.02)                0
         biases                     0                         0
+
+        s is 0.02, or less where wide models have small vocabularies: logits of variance C s^2 add half of it to the first loss,
+        and that is kept to 1.5 % of ln V.
         """
         zero = self.cfg.init == "zero"
+        s = min(0.02, (0.03 * math.log(self.cfg.vocab_size) / self.cfg.n_embd) ** 0.5)
         for name, m in self.named_modules():
             if isinstance(m, nn.Embedding):
-                nn.init.normal_(m.weight, std=1.0 if zero else 0.02)
+                nn.init.normal_(m.weight, std=1.0 if zero else s)
             elif isinstance(m, nn.Linear) and m is not self.head:
                 writes = name.endswith((".out", ".down"))
                 if zero and writes:
@@ -115,7 +119,7 @@ class GPT(nn.Module):
                 if m.bias is not None:
                     nn.init.zeros_(m.bias)
         if not self.cfg.tie_embeddings:
-            nn.init.normal_(self.head.weight, std=0.0 if zero else 0.02)
+            nn.init.normal_(self.head.weight, std=0.0 if zero else s)
 
     def forward(self, tokens: Tensor, targets: Tensor | None = None, pos: Tensor | None = None, state: State | None = None) -> Tensor:
         """tokens (B, T) int64 -> logits (B, T, V) in float32; with targets (B, T) the mean loss over those that are not -1.

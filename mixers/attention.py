@@ -6,6 +6,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from config import GPTConfig
@@ -44,13 +45,14 @@ class Attention(Mixer):
         self.rope = cfg.position == "rope" if options.rope is None else options.rope
         self.qkv = nn.Linear(cfg.n_embd, (self.H + 2 * self.G) * self.D, bias=cfg.bias)   # rows: all q, all k, all v
         self.out = nn.Linear(self.H * self.D, cfg.n_embd, bias=cfg.bias)
-        self.q_norm = nn.RMSNorm(self.D, eps=cfg.norm_eps) if cfg.qk_norm else nn.Identity()
-        self.k_norm = nn.RMSNorm(self.D, eps=cfg.norm_eps) if cfg.qk_norm else nn.Identity()
+        if cfg.qk_norm:
+            self.q_norm, self.k_norm = nn.RMSNorm(self.D, eps=cfg.norm_eps), nn.RMSNorm(self.D, eps=cfg.norm_eps)
 
     def forward(self, x: Tensor, at: Positions, state: dict[str, Tensor] | None = None) -> Tensor:
         B, T, _ = x.shape
         q, k, v = self.qkv(x).view(B, T, -1, self.D).transpose(1, 2).split([self.H, self.G, self.G], 1)   # (B, H or G, T, D)
-        q, k = self.q_norm(q), self.k_norm(k)
+        if self.cfg.qk_norm:       # in float32, which the rotation takes anyway
+            q, k = (F.rms_norm(t.float(), (self.D,), norm.weight.float(), norm.eps) for t, norm in ((q, self.q_norm), (k, self.k_norm)))
         if self.rope:
             cos, sin = at.once(("rope", self.D), lambda: angles(at.pos, inverse_frequencies(self.D, self.cfg.rope_theta, x.device)))
             q, k = rotate(q, cos, sin, self.cfg.rope_layout), rotate(k, cos, sin, self.cfg.rope_layout)

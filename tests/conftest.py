@@ -1,0 +1,67 @@
+"""What the tests share: tiny models loud enough to show mistakes, and a corpus made up on the spot."""
+
+import os
+import random
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
+import pytest
+import torch
+
+from model import GPT, GPTConfig
+
+# Every word of MIXERS is tested as it is; words with options that change what the code does are added here.
+VARIANTS = {
+    "attention": ["attention(window=7)", "attention(window=7, sinks=3)", "attention(window=80)", "attention(rope=False) attention",
+                  "attention(window=5)|attention"],
+}
+
+
+def words() -> list[str]:
+    from mixers import MIXERS
+    return [w for name in MIXERS for w in [name, *VARIANTS.get(name, [])]]
+
+
+def tiny(torch_seed: int = 0, **kw) -> GPT:
+    """A model of 2 layers whose weights are large enough that every path shows in the logits; float32, evaluation mode."""
+    torch.manual_seed(torch_seed)
+    model = GPT(GPTConfig(**{**dict(vocab_size=65, block_size=256, n_layer=2, n_head=4, n_embd=32), **kw}))
+    with torch.no_grad():
+        for p in model.parameters():
+            p.mul_(4) if p.dim() > 1 else p.add_(torch.randn_like(p) * 0.2)
+    return model.eval()
+
+
+def tokens(B: int, T: int, seed: int = 0) -> torch.Tensor:
+    return torch.randint(65, (B, T), generator=torch.Generator().manual_seed(seed))
+
+
+def fed(model: GPT, x: torch.Tensor, pieces: list[int], state=None, pos=None) -> torch.Tensor:
+    """The logits of x fed to a state in pieces."""
+    assert sum(pieces) == x.shape[1]
+    state = model.init_state(len(x), x.shape[1]) if state is None else state
+    out, i = [], 0
+    for n in pieces:
+        out.append(model(x[:, i:i + n], pos=None if pos is None else pos[:, i:i + n], state=state))
+        i += n
+    return torch.cat(out, 1)
+
+
+def made_up(n: int = 3000, seed: int = 0) -> str:
+    """Lines of made-up words, learnable and short."""
+    draw = random.Random(seed)
+    some = ["".join(draw.choice("bcdfglmnprst") + draw.choice("aeiou") for _ in range(draw.randint(1, 3))) for _ in range(60)]
+    return "".join(draw.choice(some) + (".\n" if draw.random() < 0.15 else " ") for _ in range(n))
+
+
+@pytest.fixture(scope="session")
+def corpus(tmp_path_factory) -> Path:
+    """A prepared folder of made-up text, by character."""
+    from data.build import build
+    from data.documents import Document
+    text = made_up()
+    return build(tmp_path_factory.mktemp("corpus"), lambda: [Document("", [text])], "char")

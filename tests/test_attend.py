@@ -1,0 +1,188 @@
+"""Attention: every backend against the reference, the reference against torch, and who sees whom."""
+
+import sys
+import types
+
+import pytest
+import torch
+import torch.nn.functional as F
+from conftest import tokens  # noqa: F401
+
+from ops import attend as module
+from ops.attend import attend, choose, How
+from ops.positions import Keys, Positions, visible
+
+CPU = torch.device("cpu")
+PACKED = torch.tensor([[0, 1, 2, 3, 4, 0, 1, 2, 3, 4, 5, 6, 0, 1, 2, 3], [-1, -1, -1, 0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12]])
+
+
+def qkv(B=2, H=4, G=4, T=16, S=None, D=8, V=None, grad=False):
+    g = torch.Generator().manual_seed(0)
+    shapes = (B, H, T, D), (B, G, S or T, D), (B, G, S or T, V or D)
+    return [(torch.randn(*s, generator=g) * 1.5).requires_grad_(grad) for s in shapes]
+
+
+def long_packed(T):
+    return torch.cat([PACKED, torch.arange(16, T).expand(2, -1) - torch.tensor([[12], [3]])], 1)
+
+
+CASES = {
+    "causal": {}, "window": dict(window=5), "sinks": dict(window=5, sinks=2), "wide window": dict(window=100), "scale": dict(scale=0.3),
+    "alibi": dict(slopes=torch.tensor([0.5, 0.25, 0.1, 0.05])), "alibi window": dict(slopes=torch.tensor([0.5, 0.25, 0.1, 0.05]), window=6),
+    "softcap": dict(softcap=2.0), "keep": dict(keep=torch.rand(16, 16, generator=torch.Generator().manual_seed(1)) > 0.3),
+    "bidirectional": dict(causal=False), "bidirectional window": dict(causal=False, window=4), "sink logit": dict(sink_logit=torch.tensor([0.0, 1.0, -1.0, 2.0])),
+}
+
+
+@pytest.mark.parametrize("G", [4, 2, 1])
+@pytest.mark.parametrize("pos", [None, PACKED], ids=["plain", "packed"])
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("backend", ["sdpa", "flex", "auto"])
+def test_backends_equal_the_reference(backend, case, pos, G):
+    q, k, v = qkv(G=G, V=6)
+    at = lambda: Positions(2, 16, CPU, pos)
+    want = attend(q, k, v, at(), backend="reference", **CASES[case])
+    got = attend(q, k, v, at(), backend=backend, **CASES[case])
+    torch.testing.assert_close(got, want, rtol=1e-5, atol=2e-6)
+    if pos is not None and case != "sink logit":
+        assert (got[1, :, :3] == 0).all(), "a query that sees nothing gives 0"
+
+
+@pytest.mark.parametrize("case", ["causal", "window", "sinks", "alibi window"])
+@pytest.mark.parametrize("pos", [None, PACKED], ids=["plain", "packed"])
+def test_gradients_equal_the_references(case, pos):
+    grads = []
+    for backend in ("reference", "sdpa"):
+        q, k, v = qkv(G=2, grad=True)
+        y = attend(q, k, v, Positions(2, 16, CPU, pos), backend=backend, **CASES[case])
+        grads.append(torch.autograd.grad((y * torch.arange(y.numel()).view_as(y).sin()).sum(), (q, k, v)))
+    for a, b in zip(*grads):
+        torch.testing.assert_close(b, a, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("sinks", [0, 3])
+@pytest.mark.parametrize("given", [False, True])
+@pytest.mark.parametrize("T", [65, 128, 200])
+def test_banded_windows_equal_the_reference_forward_and_backward(T, given, sinks):
+    grads = []
+    for backend in ("reference", "sdpa"):
+        q, k, v = qkv(T=T, G=2, grad=True)
+        at = Positions(2, T, CPU, long_packed(T) if given else None)
+        y = attend(q, k, v, at, backend=backend, window=9, sinks=sinks)
+        assert any(key[0] == "band" for key in at.memo if isinstance(key, tuple)) == (backend == "sdpa" and not (given and sinks))
+        grads.append((y, *torch.autograd.grad(y.sin().sum(), (q, k, v))))
+    for a, b in zip(*grads):
+        torch.testing.assert_close(b, a, rtol=1e-4, atol=1e-5)
+
+
+def test_a_window_costs_memory_linear_in_the_length():
+    """The largest tensor of the banded path at T = 4096 is far below a T x T mask."""
+    sizes = []
+
+    class Watch(torch.utils._python_dispatch.TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            out = func(*args, **(kwargs or {}))
+            sizes.extend(t.numel() for t in (out if isinstance(out, tuple) else (out,)) if isinstance(t, torch.Tensor))
+            return out
+
+    q, k, v = qkv(B=1, H=1, G=1, T=4096)
+    with Watch():
+        attend(q, k, v, Positions(1, 4096, CPU), window=32)
+    assert max(sizes) < 4096 * 4096 / 8
+
+
+def test_the_reference_is_what_torch_says():
+    q, k, v = qkv(G=2)
+    mask = torch.ones(16, 16, dtype=torch.bool).tril()
+    want = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=True)
+    got, w, lse = attend(q, k, v, Positions(2, 16, CPU), backend="reference", need_weights=True)
+    torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(w.sum(-1), torch.ones(2, 4, 16))
+    scores = (q @ k.repeat_interleave(2, 1).mT / 8**0.5).masked_fill(~mask, -torch.inf)
+    torch.testing.assert_close(lse, scores.logsumexp(-1))
+
+
+def test_a_sink_logit_takes_weight_and_gives_nothing():
+    q, k, v = qkv()
+    b = torch.tensor([0.0, 1.0, -1.0, 2.0])
+    plain, _, lse = attend(q, k, v, Positions(2, 16, CPU), need_weights=True)
+    got = attend(q, k, v, Positions(2, 16, CPU), sink_logit=b)
+    torch.testing.assert_close(got, plain * torch.sigmoid(lse - b[:, None])[..., None], rtol=1e-5, atol=1e-6)
+
+
+def test_visible_is_the_literal_table():
+    """T = 6, window 3, one sink, two documents of 4 and 2."""
+    pos, doc = torch.tensor([0, 1, 2, 3, 0, 1]), torch.tensor([0, 0, 0, 0, 1, 1])
+    see = visible(pos[:, None], pos, doc[:, None], doc, window=2, sinks=1)
+    table = ["1.....", "11....", "111...", "1.11..", "....1.", "....11"]
+    assert ["".join("1" if s else "." for s in row) for row in see.tolist()] == table
+
+
+def test_weights_and_dropout_and_masks_without_nan():
+    q, k, v = qkv(grad=True)
+    y = attend(q, k, v, Positions(2, 16, CPU, torch.full((2, 16), -1)))
+    assert (y == 0).all()
+    assert all((g == 0).all() for g in torch.autograd.grad(y.sum(), (q, k, v)))
+
+
+def test_dropout_has_the_same_mean_in_every_backend():
+    q, k, v = qkv(B=1, H=2, G=2)
+    want = attend(q, k, v, Positions(1, 16, CPU))
+    for backend in ("reference", "sdpa"):
+        torch.manual_seed(0)
+        mean = torch.stack([attend(q, k, v, Positions(1, 16, CPU), backend=backend, dropout=0.3) for _ in range(3000)]).mean(0)
+        torch.testing.assert_close(mean, want, rtol=0.1, atol=0.1)
+
+
+def test_what_a_backend_cannot_do_falls_to_the_next_with_one_line(capsys):
+    module.say_once.__defaults__[0].clear()
+    q, k, v = qkv(grad=True)
+    for _ in range(3):
+        attend(q, k, v, Positions(2, 16, CPU), backend="flex")
+        attend(q, k, v, Positions(2, 16, CPU), backend="flash", softcap=1.0)
+    lines = capsys.readouterr().err.splitlines()
+    assert lines == ["attention backend flex: flex has no backward on CPU; sdpa takes its place",
+                     "attention backend flash: the flash-attn package is not installed; reference takes its place"]
+
+
+@pytest.mark.parametrize("device, how, plain, dtype, want", [
+    ("cuda", How(), True, torch.bfloat16, "sdpa"), ("cuda", How(window=8), True, torch.bfloat16, "flash"), ("cuda", How(window=8), True, torch.float32, "flex"),
+    ("cuda", How(), False, torch.bfloat16, "flex"), ("cuda", How(softcap=1.0), True, torch.bfloat16, "flash"), ("cuda", How(dropout=0.1), False, torch.bfloat16, "sdpa"),
+    ("cpu", How(window=8), True, torch.float32, "sdpa"), ("cpu", How(softcap=1.0), True, torch.float32, "reference"), ("mps", How(), False, torch.float32, "sdpa"),
+    ("cuda", How(need_weights=True), True, torch.bfloat16, "reference"),
+])
+def test_auto_takes_what_fits(monkeypatch, device, how, plain, dtype, want):
+    monkeypatch.setattr(module, "HAS_FLASH", True)
+    assert choose("auto", device, dtype, how, plain) == want
+
+
+@pytest.mark.parametrize("how", [{}, dict(window=5), dict(softcap=2.0), dict(slopes=CASES["alibi"]["slopes"]), dict(scale=0.3)])
+def test_flash_is_called_with_its_own_conventions(monkeypatch, how):
+    """A stand-in with flash-attn's documented interface: (B, T, H, D), a window without the query itself, alibi in float32."""
+    def flash_attn_func(q, k, v, dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes):
+        q, k, v = (t.transpose(1, 2) for t in (q, k, v))
+        T, n = q.shape[2], q.shape[1] // k.shape[1]
+        k, v = k.repeat_interleave(n, 1), v.repeat_interleave(n, 1)
+        i, j = torch.arange(T)[:, None], torch.arange(T)
+        s = q @ k.mT * (softmax_scale or q.shape[-1] ** -0.5)
+        s = softcap * (s / softcap).tanh() if softcap else s
+        s = s if alibi_slopes is None else s - alibi_slopes[:, None, None] * (i - j).abs()
+        see = (j <= i) & ((j >= i - window_size[0]) if window_size[0] >= 0 else True)
+        assert causal and window_size[1] in (0, -1) and dropout_p == 0
+        return (s.masked_fill(~see, -torch.inf).softmax(-1) @ v).transpose(1, 2)
+
+    monkeypatch.setitem(sys.modules, "flash_attn", types.SimpleNamespace(flash_attn_func=flash_attn_func))
+    q, k, v = qkv(G=2)
+    at = Positions(2, 16, CPU)
+    got = module.flash(q, k, v, at, at.keys_new(), How(**how))
+    torch.testing.assert_close(got, attend(q, k, v, at, backend="reference", **how), rtol=1e-5, atol=2e-6)
+
+
+def test_keys_of_a_past_are_told_by_their_positions():
+    """4 new queries on a past of 12: bottom-right, not top-left."""
+    q, k, v = qkv(T=4, S=16)
+    at = Positions(2, 4, CPU, length=torch.tensor([12, 12]), past=12)
+    keys = Keys("test", torch.arange(16).expand(2, 16), torch.zeros(2, 16, dtype=torch.long))
+    full = attend(torch.cat([torch.zeros(2, 4, 12, 8), q], 2), k, v, Positions(2, 16, CPU))[:, :, 12:]
+    for backend in ("reference", "sdpa", "flex"):
+        torch.testing.assert_close(attend(q, k, v, at, keys=keys, backend=backend), full, rtol=1e-5, atol=2e-6)
