@@ -4,17 +4,18 @@
 """
 
 from config import TrainConfig as TrainConfig
-from config import from_dict, to_dict
 from engine.cli import one_line_errors, parse, require_torch
 
 if __name__ == "__main__":
     config = parse(TrainConfig, presets=True)      # before torch is imported, so that --help and mistakes answer at once
 
 import time
-from dataclasses import replace
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
 from data.find import find
 from data.loader import FixedWindows, Loader
@@ -24,10 +25,24 @@ from engine.device import autocast, compiled, keep_memory, pick_device, pick_dty
 from engine.interrupt import Interrupt
 from engine.log import Log, start_block
 from engine.optim import learning_rate, make_optimizer
-from engine.start import begin
+from engine.start import begin, make_room
 from mixers import parse as parse_layers
 from model import GPT
 from ops.loss import valid
+
+
+def backward(run: Callable, x: Tensor, y: Tensor, rows: int, cast: Callable) -> Tensor:
+    """Adds the gradient of the mean loss over all valid targets of y (N, T), in micro-batches of so many rows -> that loss.
+
+    The sum over valid targets divided by their number in all micro-batches: how the rows are cut changes nothing.
+    """
+    n, loss = valid(y), torch.zeros((), device=x.device)
+    for x_, y_ in zip(x.split(rows), y.split(rows), strict=True):
+        with cast():
+            part = run(x_, y_) * (valid(y_) / n)
+        part.backward()
+        loss += part.detach()
+    return loss
 
 
 def train(config: TrainConfig) -> Progress:
@@ -37,10 +52,11 @@ def train(config: TrainConfig) -> Progress:
     keep_memory()
     device = pick_device(config.device)
     dtype = pick_dtype(config.dtype, device, config.n_embd)
+    cast = partial(autocast, device, dtype)
 
     # data: windows by arithmetic on (seed, step), so that the step alone is the position in it
     corpus = find(config.dataset)
-    config, resume_from = begin(config, corpus)     # what init_from says: settings of the checkpoint, old runs moved aside
+    config, step = begin(config, corpus)     # what init_from says
     rows = config.batch_size * config.gradient_accumulation_steps
     loader = Loader(corpus.split("train"), config.block_size, rows, config.seed)
     val = FixedWindows(corpus.split("val"), config.block_size, config.batch_size, config.eval_iters or None)
@@ -50,11 +66,11 @@ def train(config: TrainConfig) -> Progress:
     model = GPT(config.model()).to(device)
     optimizer = make_optimizer(model, config)
     progress = Progress()
-    if resume_from:
-        checkpoint.load_weights(model, resume_from)
+    if step:
+        checkpoint.load_weights(model, step)
         if config.init_from in ("resume", "auto"):
-            checkpoint.load_optimizer(resume_from, model, optimizer)
-            progress = checkpoint.read_progress(resume_from)
+            checkpoint.load_optimizer(step, model, optimizer)
+            progress = checkpoint.read_progress(step)
     run = compiled(model, config.compile, device)
     print(start_block(model, config, device, dtype, len(corpus.split("train"))), flush=True)
 
@@ -65,7 +81,7 @@ def train(config: TrainConfig) -> Progress:
         total = n = torch.zeros((), device=device)
         for x, y in val:
             x, y = x.to(device), y.to(device)
-            with autocast(device, dtype):
+            with cast():
                 total, n = total + run(x, y) * valid(y), n + valid(y)
         model.train()
         return float(total / n)
@@ -78,6 +94,7 @@ def train(config: TrainConfig) -> Progress:
         print(f"{config.out_dir} is already at step {progress.iter}: raise --max_iters to go on")
         return progress
 
+    make_room(Path(config.out_dir), resuming=progress.iter > 0)
     log = Log(config, progress.iter, model.flops_per_token(config.block_size), device, dtype)
     with Interrupt() as stop:
         for i in range(progress.iter, config.max_iters):
@@ -87,15 +104,8 @@ def train(config: TrainConfig) -> Progress:
             for group in optimizer.param_groups:
                 group["lr"] = lr
 
-            # gradient of the sum over the valid targets of all micro-batches, divided by their number
             batch = loader.batch(i).to(device)
-            n, loss = valid(batch[:, 1:]), torch.zeros((), device=device)
-            for micro in batch.split(config.batch_size):
-                x, y = micro[:, :-1], micro[:, 1:]
-                with autocast(device, dtype):
-                    part = run(x, y) * (valid(y) / n)
-                part.backward()
-                loss += part.detach()
+            loss = backward(run, batch[:, :-1], batch[:, 1:], config.batch_size, cast)
             norm = torch.nn.utils.clip_grad_norm_(model.parameters(), config.grad_clip or float("inf"))
             optimizer.step()
             optimizer.zero_grad(set_to_none=True)

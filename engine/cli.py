@@ -13,6 +13,7 @@ import sys
 import types
 from difflib import get_close_matches
 from importlib import metadata
+from itertools import dropwhile, takewhile
 from pathlib import Path
 from typing import Annotated, Any, NoReturn, TypeVar, get_args, get_type_hints
 
@@ -139,6 +140,6 @@ def run_tyro(cls: type[T], flags: list[str], prog: str, default: T) -> T:
     except SystemExit as e:
         if not e.code:
             raise
-    text = [line.strip("│ ") for line in boxed.getvalue().splitlines() if line.startswith("│")]
-    first = next((i for i, line in enumerate(text) if line.startswith("──")), len(text))
-    fail(re.sub(r"^Error parsing [A-Z]\w+: ", "", " ".join(text[:first])))
+    lines = [line.strip("│╭╮╰╯─-| ") for line in boxed.getvalue().splitlines()][1:]     # the first is the box's title
+    words = " ".join(takewhile(bool, dropwhile(lambda line: not line, lines)))
+    fail(re.sub(r"^Error parsing [A-Z]\w+: ", "", words))

@@ -7,9 +7,9 @@ from dataclasses import fields, replace
 from pathlib import Path
 
 from config import GPTConfig, TrainConfig
-from data.shards import Corpus
-from engine.checkpoint import find_step, read_config, write_json
 from data import tokenizer as tokenizers
+from data.shards import Corpus
+from engine.checkpoint import find_step, read_config
 
 FREE = {"dropout", "attention_backend", "init"}   # fields of the model that a checkpoint does not bind
 
@@ -17,8 +17,8 @@ FREE = {"dropout", "attention_backend", "init"}   # fields of the model that a c
 def begin(config: TrainConfig, corpus: Corpus) -> tuple[TrainConfig, Path | None]:
     """The settings with what the corpus and the checkpoint say filled in, and the step folder to load (None: from scratch).
 
-    scratch moves an old run aside; resume demands one; auto resumes where there is one; anything else is a checkpoint whose
-    weights are taken. ValueError where settings contradict the checkpoint, before anything is moved.
+    resume demands an old run in out_dir, auto resumes where there is one, scratch begins anew, and anything else is a checkpoint
+    whose weights are taken. Nothing is written yet. ValueError where settings contradict the checkpoint or the corpus.
     """
     out = Path(config.out_dir or "out/default")
     config = replace(config, out_dir=str(out), vocab_size=config.vocab_size or corpus.vocab_size)
@@ -32,13 +32,7 @@ def begin(config: TrainConfig, corpus: Corpus) -> tuple[TrainConfig, Path | None
             raise ValueError(f"nothing to resume in {out}: leave --init_from out, or say --init_from=auto")
     elif config.init_from != "scratch":
         step = find_step(config.init_from)
-    if step:
-        config = agree(config, step, corpus)
-    elif not config.eval_only:
-        move_aside(out)
-    if not config.eval_only:
-        out.mkdir(parents=True, exist_ok=True)
-    return config, step
+    return (agree(config, step, corpus) if step else config), step
 
 
 def agree(config: TrainConfig, step: Path, corpus: Corpus) -> TrainConfig:
@@ -51,7 +45,7 @@ def agree(config: TrainConfig, step: Path, corpus: Corpus) -> TrainConfig:
         old, new = saved.get(f.name, getattr(config, f.name)), getattr(config, f.name)
         if f.name in FREE or old == new:
             continue
-        if f.name == "block_size" and not resuming and (new < old or config.position not in ("learned",)):
+        if f.name == "block_size" and not resuming and new < old and saved["position"] != "learned":
             continue
         if resuming:
             raise ValueError(f"{f.name} is {old!r} in {step}, not {new!r}: drop the flag, or start from scratch")
@@ -60,9 +54,10 @@ def agree(config: TrainConfig, step: Path, corpus: Corpus) -> TrainConfig:
     return config
 
 
-def move_aside(out: Path) -> None:
-    """An old run of the same name keeps its files, as <name>.1, <name>.2, ..."""
-    if (out / "latest").is_file() or (out / "metrics.jsonl").is_file():
+def make_room(out: Path, resuming: bool) -> None:
+    """The run's folder; an old run of the same name that is not gone on with keeps its files, as <name>.1, <name>.2, ..."""
+    if not resuming and ((out / "latest").is_file() or (out / "metrics.jsonl").is_file()):
         free = next(p for n in range(1, 10**6) if not (p := out.with_name(f"{out.name}.{n}")).exists())
         out.rename(free)
         print(f"the run that was in {out} is in {free} now")
+    out.mkdir(parents=True, exist_ok=True)

@@ -1,0 +1,1 @@
+"""The Python standard library of the interpreter in use."""

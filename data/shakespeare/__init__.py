@@ -1,0 +1,1 @@
+"""The plays of Shakespeare, as in tiny Shakespeare."""

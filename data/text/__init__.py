@@ -1,0 +1,1 @@
+"""Your own text: files, folders, standard input, or ready-made ids."""
