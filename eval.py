@@ -76,4 +76,5 @@ if __name__ == "__main__":
         result = evaluate(config)
         bits = "" if result["bits_per_byte"] is None else f", {result['bits_per_byte']:.4f} bits per byte"
         print(f"{result['checkpoint']}: step {result['step']}", file=sys.stderr)
-        print(f"{result['split']}: loss {result['loss']:.4f} nats a token{bits} over {result['tokens']:,} tokens ({result['bytes']:,} bytes)")
+        size = f"{result['tokens']:,} tokens ({result['bytes']:,} bytes)"
+        print(f"{result['split']}: loss {result['loss']:.4f} nats a token{bits} over {size}")

@@ -5,6 +5,7 @@ Letters: B rows, T new tokens, C width of the residual stream, V vocabulary.
 
 from __future__ import annotations
 
+import contextlib
 import math
 from dataclasses import dataclass
 
@@ -126,25 +127,28 @@ class GPT(nn.Module):
 
         pos (B, T): see ops/positions.py. With a state, it is the past, and takes these tokens in; no gradients then.
         """
-        if state is not None and torch.is_grad_enabled():
-            with torch.no_grad():
-                return self.forward(tokens, targets, pos, state)
-        B, T = tokens.shape
-        at = Positions(B, T, tokens.device, pos, *((state.length, state.past) if state else ()))
-        past = self.room(at, state)
+        with torch.no_grad() if state else contextlib.nullcontext():
+            logits = self.logits(self.hidden(tokens, pos, state))
+            return logits if targets is None else nll_sum(logits, targets) / valid(targets)
 
-        x = self.drop(self.embed(tokens, at))
-        for i, block in enumerate(self.blocks):
-            x = block(x, at, state.layers[i] if state else None)
-        x = self.norm(x)
-        if state:
-            state.length.copy_(at.next(state.length))
-            state.past = past
+    def hidden(self, tokens: Tensor, pos: Tensor | None = None, state: State | None = None) -> Tensor:
+        """What the head reads: (B, T, C). Its last column is all that the next token needs."""
+        with torch.no_grad() if state else contextlib.nullcontext():
+            B, T = tokens.shape
+            at = Positions(B, T, tokens.device, pos, *((state.length, state.past) if state else ()))
+            past = self.room(at, state)
+            x = self.drop(self.embed(tokens, at))
+            for i, block in enumerate(self.blocks):
+                x = block(x, at, state.layers[i] if state else None)
+            if state:
+                state.length.copy_(at.next(state.length))
+                state.past = past
+            return self.norm(x)
 
+    def logits(self, x: Tensor) -> Tensor:
+        """(B, T, C) -> (B, T, V) in float32."""
         logits = self.head(x).float()
-        if self.cfg.logit_softcap:
-            logits = self.cfg.logit_softcap * torch.tanh(logits / self.cfg.logit_softcap)
-        return logits if targets is None else nll_sum(logits, targets) / valid(targets)
+        return self.cfg.logit_softcap * torch.tanh(logits / self.cfg.logit_softcap) if self.cfg.logit_softcap else logits
 
     def embed(self, tokens: Tensor, at: Positions) -> Tensor:
         x = self.wte(tokens)

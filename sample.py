@@ -46,7 +46,7 @@ class SampleConfig:
     def __post_init__(self) -> None:
         check_fields(self)
         check_range(self, "temperature", least=0)
-        for name in "num_samples max_new_tokens top_k top_p".split():
+        for name in ["num_samples", "max_new_tokens", "top_k", "top_p"]:
             check_range(self, name, above=0)
         check_range(self, "top_p", most=1)
         check_range(self, "min_p", least=0, most=1)
@@ -92,7 +92,9 @@ def encode(prompt: str, tokenizer: Tokenizer) -> list[int]:
         raise ValueError(f"the vocabulary lacks {' '.join(map(repr, unknown))}: leave them out of the prompt")
     if prompt:
         return tokenizer.encode(prompt, special=True)
-    return [0] if tokenizer.kind == "ids" else [tokenizer.eot] if tokenizer.eot is not None and tokenizer.unknown("\n") else tokenizer.encode("\n")
+    if tokenizer.kind == "ids" or tokenizer.unknown("\n"):
+        return [tokenizer.eot or 0]
+    return tokenizer.encode("\n")
 
 
 def show(config: SampleConfig, prompts: list[str], model, tokenizer: Tokenizer) -> None:

@@ -94,7 +94,8 @@ def train(config: TrainConfig) -> Progress:
         print(f"{config.out_dir} is already at step {progress.iter}: raise --max_iters to go on")
         return progress
 
-    make_room(Path(config.out_dir), resuming=progress.iter > 0)
+    out = Path(config.out_dir or "out/default")
+    make_room(out, resuming=progress.iter > 0)
     log = Log(config, progress.iter, model.flops_per_token(config.block_size), device, dtype)
     with Interrupt() as stop:
         for i in range(progress.iter, config.max_iters):
@@ -123,7 +124,7 @@ def train(config: TrainConfig) -> Progress:
                     progress.best_iter, progress.best_val_loss = i + 1, progress.val_loss
                 log.evaluation(i + 1, {"tokens": progress.tokens, "val_loss": progress.val_loss}, " (best)" if best else "")
             if (i + 1) % config.eval_interval == 0 or last or stop:
-                saved = checkpoint.save(Path(config.out_dir), model, optimizer, config, corpus.tokenizer, progress)
+                saved = checkpoint.save(out, model, optimizer, config, corpus.tokenizer, progress)
             if stop and not last:
                 log.say(f"{stop.name}: saved {saved}; go on with --init_from=resume and the same command")
                 break

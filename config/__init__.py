@@ -68,9 +68,9 @@ class GPTConfig:
 
     def __post_init__(self) -> None:
         check_fields(self)
-        for name in "block_size n_layer n_head n_kv_head n_embd head_dim n_inner norm_eps rope_theta".split():
+        for name in ["block_size", "n_layer", "n_head", "n_kv_head", "n_embd", "head_dim", "n_inner", "norm_eps", "rope_theta"]:
             check_range(self, name, above=0)
-        for name in "vocab_size window sinks attn_softcap logit_softcap".split():
+        for name in ["vocab_size", "window", "sinks", "attn_softcap", "logit_softcap"]:
             check_range(self, name, least=0)
         check_range(self, "dropout", least=0, below=1)
         if self.head_dim is None and self.n_embd % self.n_head:
@@ -146,9 +146,9 @@ class TrainConfig(GPTConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for name in "batch_size gradient_accumulation_steps learning_rate eval_interval log_interval lr_decay_iters".split():
+        for name in ["batch_size", "gradient_accumulation_steps", "learning_rate", "eval_interval", "log_interval", "lr_decay_iters"]:
             check_range(self, name, above=0)
-        for name in "max_iters min_lr warmup_iters weight_decay grad_clip eval_iters".split():
+        for name in ["max_iters", "min_lr", "warmup_iters", "weight_decay", "grad_clip", "eval_iters"]:
             check_range(self, name, least=0)
         for name in ("beta1", "beta2"):
             check_range(self, name, least=0, below=1)

@@ -41,7 +41,8 @@ def save(out_dir: Path, model: GPT, optimizer: torch.optim.Optimizer, config: GP
         new.mkdir(parents=True)
         try:
             tied = {"head.weight"} if config.tie_embeddings else set()
-            save_file({k: v.contiguous() for k, v in model.state_dict().items() if k not in tied}, new / "model.safetensors", {"format": "pt"})
+            weights = {name: t.contiguous() for name, t in model.state_dict().items() if name not in tied}
+            save_file(weights, new / "model.safetensors", {"format": "pt"})
             save_file(optimizer_tensors(model, optimizer), new / "optimizer.safetensors", {"format": "pt"})
             write_json(new / "config.json", to_dict(config))
             write_json(new / "progress.json", progress.__dict__)
@@ -80,7 +81,8 @@ def point(pointer: Path, name: str) -> None:
 
 def optimizer_tensors(model: GPT, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
     """{"blocks.0.mlp.up.weight.exp_avg": tensor, ...}: by the parameters' names, so that no order is to be kept."""
-    return {f"{name}.{key}": torch.as_tensor(t).contiguous() for name, p in model.named_parameters() for key, t in optimizer.state.get(p, {}).items()}
+    states = {name: optimizer.state.get(p, {}) for name, p in model.named_parameters()}
+    return {f"{name}.{key}": torch.as_tensor(t).contiguous() for name, state in states.items() for key, t in state.items()}
 
 
 def load_optimizer(step: Path, model: GPT, optimizer: torch.optim.Optimizer) -> None:
@@ -96,11 +98,13 @@ def find_step(path: str | Path | None, prefer: str = "best") -> Path:
     root = Path(path or "out")
     if (root / "model.safetensors").is_file():
         return root
-    runs = [root] if (root / "latest").is_file() else sorted((p.parent for p in root.glob("*/latest")), key=lambda p: (p / "latest").stat().st_mtime)
+    runs = [root] if (root / "latest").is_file() else [p.parent for p in root.glob("*/latest")]
     if not runs:
-        raise FileNotFoundError(f"no checkpoint in {root}{os.sep if path is None else ''}: train one first, for example python train.py config/demo.py")
-    pointer = next(runs[-1] / name for name in (prefer, "latest") if (runs[-1] / name).is_file())
-    step = runs[-1] / pointer.read_text(encoding="utf-8").strip()
+        where = f"{root}{os.sep if path is None else ''}"
+        raise FileNotFoundError(f"no checkpoint in {where}: train one first, for example python train.py config/demo.py")
+    run = max(runs, key=lambda p: (p / "latest").stat().st_mtime)
+    pointer = next(run / name for name in (prefer, "latest") if (run / name).is_file())
+    step = run / pointer.read_text(encoding="utf-8").strip()
     if not (step / "model.safetensors").is_file():
         raise FileNotFoundError(f"{pointer} names {step.name}, which is not there: name another step with --checkpoint")
     return step

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import io
+import os
 import re
 import runpy
 import sys
@@ -65,7 +66,9 @@ def parse(cls: type[T], argv: list[str] | None = None, prog: str | None = None, 
     hints = get_type_hints(cls)
     with one_line_errors():
         require_torch()
-        words, flags = split(sys.argv[1:] if argv is None else argv, hints)
+        given = sys.argv[1:] if argv is None else argv
+        given = [os.fsencode(a).decode("utf-8", "replace") for a in given]      # whatever the locale, a command line is UTF-8
+        words, flags = split(given, hints)
         if words and not presets:
             raise ValueError(f"unexpected {words[0]!r}: options are written --name=value; see --help")
         settings: dict[str, Any] = {}
@@ -102,6 +105,8 @@ def split(argv: list[str], hints: dict[str, Any]) -> tuple[list[str], list[str]]
             value = "True" if bare else rest.pop(0)
         if is_boolean(hints[name]):
             value = BOOLEANS.get(value.lower(), value)
+        if value.lower() == "none" and type(None) in get_args(hints[name]):
+            value = "None"
         flags.append(f"--{name}={value}")
     return words, flags
 

@@ -26,8 +26,8 @@ def pick_device(name: str) -> torch.device:
         device = torch.device(name)
     except RuntimeError:
         raise ValueError(f"device={name!r} is no device: auto, cpu, cuda, cuda:1 or mps") from None
-    there = {"cuda": torch.cuda.is_available, "mps": torch.backends.mps.is_available, "cpu": lambda: True}
-    if not there.get(device.type, lambda: False)() or (device.index or 0) >= max(1, torch.cuda.device_count()):
+    there = {"cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available(), "cpu": True}
+    if not there.get(device.type, False) or (device.index or 0) >= max(1, torch.cuda.device_count()):
         raise ValueError(f"device={name!r} is not on this machine: leave it at auto, or say cpu")
     return device
 
@@ -75,7 +75,8 @@ def compiled(model: nn.Module, wanted: bool | None, device: torch.device) -> Cal
     """torch.compile, where it is wanted (None: on CUDA) and works; otherwise the model itself, after one warning."""
     if not (device.type == "cuda" if wanted is None else wanted):
         return model
-    fast, verdict = torch.compile(model), {"works": None}
+    fast = torch.compile(model)
+    verdict: dict[str, bool | None] = {"works": None}
 
     def run(*args, **kwargs):
         if verdict["works"] is False:

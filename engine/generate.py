@@ -12,7 +12,8 @@ from data.tokenizer import Tokenizer
 from model import GPT, State
 
 
-def probabilities(logits: Tensor, temperature: float = 1.0, top_k: int | None = None, top_p: float | None = None, min_p: float | None = None) -> Tensor:
+def probabilities(logits: Tensor, temperature: float = 1.0, top_k: int | None = None, top_p: float | None = None,
+                  min_p: float | None = None) -> Tensor:
     """logits (B, V) -> (B, V) in float32. In this order: temperature, the top_k likeliest, the fewest that make up top_p, and
     those at least min_p times as likely as the likeliest. temperature > 0."""
     logits = logits.float() / temperature
@@ -34,8 +35,8 @@ def prefill(model: GPT, prompts: Sequence[Sequence[int]], max_len: int) -> tuple
     tokens = torch.tensor([[0] * (T - len(p)) + list(p) for p in prompts], device=device)
     pos = torch.tensor([[-1] * (T - len(p)) + list(range(len(p))) for p in prompts], device=device)
     state = model.init_state(len(prompts), max_len)
-    logits = model(tokens, pos=None if min(map(len, prompts)) == T else pos, state=state)
-    return state, logits[:, -1]
+    x = model.hidden(tokens, None if min(map(len, prompts)) == T else pos, state)
+    return state, model.logits(x[:, -1])
 
 
 @torch.no_grad()

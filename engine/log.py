@@ -14,13 +14,15 @@ from config import TrainConfig, to_dict
 from engine.device import peak_flops
 from model import GPT
 
+NAMES = {"wte": "embedding", "wpe": "positions", "mixer": "mixers", "mlp": "feed-forward"}
+
 
 def parameter_table(model: GPT) -> list[tuple[str, int]]:
     """(what, how many parameters), adding up to all of them; a tied head counts once, as the embedding."""
     rows: dict[str, int] = {}
     for name, p in model.named_parameters():
         kind = name.split(".")[2] if name.startswith("blocks.") else name.split(".")[0]
-        label = {"wte": "embedding", "wpe": "positions", "mixer": "mixers", "mlp": "feed-forward"}.get(kind, "norms" if "norm" in kind else kind)
+        label = NAMES.get(kind, "norms" if "norm" in kind else kind)
         rows[label] = rows.get(label, 0) + p.numel()
     return list(rows.items())
 
@@ -56,7 +58,8 @@ def start_block(model: GPT, config: TrainConfig, device: torch.device, dtype: to
     backends = ", ".join(dict.fromkeys(b.mixer.backend(device.type, dtype, True) for b in model.blocks))  # type: ignore[operator,union-attr]
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else f"{device.type}, {torch.get_num_threads()} threads"
     saves = f"after every {config.eval_interval} steps, at the end, and on Ctrl-C"
-    settings, line = [], ""
+    settings: list[str] = []
+    line = ""
     for key, value in to_dict(config).items():
         if len(line) + len(f"{key}={value}") > 110:
             settings, line = [*settings, line], ""
@@ -105,13 +108,15 @@ class Log:
             return
         rate = self.tokens / self.seconds if self.seconds else None
         mfu = rate * self.flops / self.peak if rate and self.peak else None
-        self.write({"iter": i, **{k: float(v) if isinstance(v, torch.Tensor) else v for k, v in values.items()}, "tokens_per_s": rate, **({"mfu": mfu} if mfu else {})})
+        numbers = {k: float(v) if isinstance(v, torch.Tensor) else v for k, v in values.items()}
+        self.write({"iter": i, **numbers, "tokens_per_s": rate, **({"mfu": mfu} if mfu else {})})
         text = f"loss {float(values['loss']):.3f}, lr {values['lr']:.2g}" + (f", {count(rate)}tokens/s" if rate else "")
         text += f", MFU {mfu:.1%}" if mfu else ""
         self.bar.set_postfix_str(text)
         if rate and not self.told:
             left = (self.config.max_iters - i) * tokens / rate
-            self.say(f"the run will take about {duration(left)} more (until {time.strftime('%H:%M', time.localtime(time.time() + left))}), evaluations aside")
+            clock = time.strftime("%H:%M", time.localtime(time.time() + left))
+            self.say(f"the run will take about {duration(left)} more (until {clock}), evaluations aside")
             self.told = True
         if self.bar.disable and (i % (10 * self.config.log_interval) == 0):
             self.say(f"step {i}/{self.config.max_iters}: {text}")

@@ -83,7 +83,8 @@ def options(call: ast.Call) -> Any:
         try:
             given[keyword.arg] = ast.literal_eval(keyword.value)
         except ValueError:
-            raise ValueError(f"layers: {word}({ast.unparse(keyword)}): an option's value is a number, a string, True, False or None") from None
+            said = f"{word}({ast.unparse(keyword)})"
+            raise ValueError(f"layers: {said}: an option's value is a number, a string, True, False or None") from None
     try:
         return cls(**given)
     except ValueError as e:

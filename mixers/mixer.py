@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor, nn
 
@@ -52,13 +50,14 @@ class Parallel(Mixer):
         self.mixers = nn.ModuleList(mixers)
 
     def forward(self, x: Tensor, at: Positions, state: dict[str, Tensor] | None = None) -> Tensor:
-        return sum(m(x, at, None if state is None else self.part(state, i)) for i, m in enumerate(self.mixers))  # type: ignore[return-value]
+        outputs = [m(x, at, None if state is None else self.part(state, i)) for i, m in enumerate(self.mixers)]
+        return torch.stack(outputs).sum(0)
 
     def part(self, state: dict[str, Tensor], i: int) -> dict[str, Tensor]:
         return {name.partition(".")[2]: t for name, t in state.items() if name.startswith(f"{i}.")}
 
     def init_state(self, B: int, max_len: int, dtype: torch.dtype, device: torch.device) -> dict[str, Tensor]:
-        parts: list[Any] = [m.init_state(B, max_len, dtype, device) for m in self.mixers]
+        parts = [m.init_state(B, max_len, dtype, device) for m in self.mixers]  # type: ignore[operator]
         return {f"{i}.{name}": t for i, part in enumerate(parts) for name, t in part.items()}
 
     def endless(self, max_len: int) -> bool:

@@ -57,7 +57,7 @@ def test_logits_equal_hugging_faces(name):
     theirs = build().eval()
     with torch.no_grad():
         for n, p in theirs.named_parameters():
-            p.copy_(torch.randn_like(p) * 0.1 + (1 if "norm" in n or "ln_" in n and n.endswith("weight") else 0))
+            p.copy_(torch.randn_like(p) * 0.1 + (1 if "norm" in n or ("ln_" in n and n.endswith("weight")) else 0))
     model = GPT(GPTConfig(**{**OURS, **fields})).eval()
     model.load_state_dict(ours(theirs, model.cfg), strict=True)
     x = torch.randint(99, (2, 40))
@@ -82,8 +82,7 @@ def test_alibi_slopes_equal_blooms(heads):
 
 
 def test_masks_equal_hugging_faces():
-    from transformers.masking_utils import packed_sequence_mask_function, sdpa_mask, sliding_window_causal_mask_function
-    from transformers.masking_utils import and_masks
+    from transformers.masking_utils import and_masks, packed_sequence_mask_function, sdpa_mask, sliding_window_causal_mask_function
 
     from ops.attend import How, see
     from ops.positions import Positions

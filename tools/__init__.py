@@ -1,0 +1,1 @@
+"""What one runs now and then, as `python -m tools.NAME`."""
