@@ -147,8 +147,5 @@ if __name__ == "__main__":
     try:
         with one_line_errors():
             main(config)
-    except KeyboardInterrupt:
-        print(file=sys.stderr)
-        sys.exit(130)
     except BrokenPipeError:                                # `| head` has seen enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)

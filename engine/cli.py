@@ -37,11 +37,20 @@ def fail(message: object) -> NoReturn:
 
 @contextlib.contextmanager
 def one_line_errors():
-    """What a user can put right (a wrong value, a missing file or package) ends as one line, without a traceback."""
+    """What a user can put right (a wrong value, a missing file or package, a full disk or memory) ends as one line, without a
+    traceback; so does Ctrl-C."""
     try:
         yield
-    except (ValueError, FileNotFoundError, ModuleNotFoundError) as e:
+    except BrokenPipeError:
+        raise
+    except (ValueError, OSError, ModuleNotFoundError) as e:
         fail(e)
+    except RuntimeError as e:
+        if "out of memory" not in str(e).lower() and "not enough memory" not in str(e).lower():
+            raise
+        fail("out of memory: lower --batch_size (and raise --gradient_accumulation_steps as much), or lower --block_size")
+    except KeyboardInterrupt:
+        raise SystemExit(130) from None
 
 
 def require_torch() -> None:

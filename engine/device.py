@@ -41,7 +41,7 @@ def pick_dtype(name: str, device: torch.device, n_embd: int) -> torch.dtype:
     elif device.type == "mps":
         has, gains = True, False
     else:
-        has, gains = True, cpu_multiplies_bf16() and n_embd >= 256      # below, casts cost more than the products gain
+        has, gains = True, cpu_multiplies_bf16() and n_embd >= 128      # below, casts cost more than the products gain
     if name == "bfloat16" and not has:
         print(f"{torch.cuda.get_device_name(device)} has no bfloat16: float32 takes its place", file=sys.stderr)
     return torch.bfloat16 if has and (name == "bfloat16" or (name == "auto" and gains)) else torch.float32

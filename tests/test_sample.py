@@ -217,3 +217,10 @@ def test_the_tokenizer_travels_in_the_checkpoint(run, corpus):
     alone = run / "elsewhere"
     shutil.copytree(run / "out" / "new", alone / "new")
     assert sample(run, "--checkpoint", str(alone), "--max_new_tokens=5").returncode == 0
+
+
+def test_words_of_a_sample_are_counted():
+    from tools.demo import known_share, words
+    assert words("O' the king's Héros, 3 x's_y") == ["o", "the", "king's", "héros", "x's", "y"]
+    assert known_share(["The king xq ki"], {"the", "king", "ki"}) == pytest.approx(2 / 3)
+    assert known_share([""], {"a"}) == 0
