@@ -44,7 +44,7 @@ from data.find import find
 from data.loader import FixedWindows
 from engine.checkpoint import find_step, load_model, read_config, read_progress
 from engine.device import autocast, keep_memory, pick_device, pick_dtype
-from ops.loss import IGNORE, valid
+from ops.loss import IGNORE, count_valid
 
 
 @torch.no_grad()
@@ -64,7 +64,7 @@ def evaluate(config: EvalConfig) -> dict[str, Any]:
     nats, tokens, size = 0.0, 0, 0
     for x, y in tqdm(windows, total=len(windows), unit="batch", disable=None, leave=False):
         with autocast(device, dtype):
-            nats += float(model(x.to(device), y.to(device)) * valid(y))
+            nats += float(model(x.to(device), y.to(device)) * count_valid(y))
         known = y[y != IGNORE]
         tokens, size = tokens + len(known), size + int(lengths[known].sum())
     return {"checkpoint": str(step), "step": read_progress(step).iter, "split": config.split, "loss": nats / tokens,

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from config import GPTConfig as GPTConfig
 from mixers import build
 from mixers.mixer import Mixer
-from ops.loss import nll_sum, valid
+from ops.loss import count_valid, nll_sum
 from ops.positions import Positions
 from ops.rope import sinusoids
 
@@ -129,7 +129,7 @@ class GPT(nn.Module):
         """
         with torch.no_grad() if state else contextlib.nullcontext():
             logits = self.logits(self.hidden(tokens, pos, state))
-            return logits if targets is None else nll_sum(logits, targets) / valid(targets)
+            return logits if targets is None else nll_sum(logits, targets) / count_valid(targets)
 
     def hidden(self, tokens: Tensor, pos: Tensor | None = None, state: State | None = None) -> Tensor:
         """What the head reads: (B, T, C). Its last column is all that the next token needs."""
@@ -155,7 +155,7 @@ class GPT(nn.Module):
         if self.wpe is not None:
             x = x + self.wpe(at.pos.clamp(min=0))
         if self.cfg.position == "sinusoidal":
-            x = x + sinusoids(at.pos, self.cfg.n_embd)
+            x = x + sinusoids(at.pos, self.cfg.n_embd).type_as(x)
         return x
 
     def room(self, at: Positions, state: State | None) -> int:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Literal
 
 from config.check import check_fields, check_range
-from engine.cli import Repeated, one_line_errors, parse
+from engine.cli import Repeated, as_utf8, one_line_errors, parse
 
 
 @dataclass
@@ -50,6 +50,7 @@ class SampleConfig:
             check_range(self, name, above=0)
         check_range(self, "top_p", most=1)
         check_range(self, "min_p", least=0, most=1)
+        check_range(self, "seed", least=0, most=2**32 - 1)
         if self.prompt is not None and self.prompt_file is not None:
             raise ValueError("give --prompt or --prompt_file, not both")
 
@@ -63,27 +64,34 @@ from data.tokenizer import Tokenizer
 from engine.checkpoint import find_step, load_model, read_progress
 from engine.device import pick_device
 from engine.generate import Text, generate
+from model import GPT
 
 ROWS = 64   # texts written side by side
+BETWEEN = f"\n{'-' * 15}"
 
 
 def read_prompts(config: SampleConfig) -> list[str]:
     if config.prompt_file is not None:
         if not Path(config.prompt_file).is_file():
             raise ValueError(f"there is no file {config.prompt_file}")
-        return Path(config.prompt_file).read_text(encoding="utf-8").splitlines() or [""]
+        return Path(config.prompt_file).read_text(encoding="utf-8-sig").removesuffix("\n").split("\n")
     if config.prompt == "-" or (config.prompt is None and piped()):
         return [sys.stdin.buffer.read().decode("utf-8", "replace")]
-    return [config.prompt or ""]
+    return [as_utf8(config.prompt or "")]
 
 
 def piped() -> bool:
     """Whether standard input is a file, or a pipe that has something to say: one that stays silent must not block."""
     try:
         mode = os.fstat(0).st_mode
-        return stat.S_ISREG(mode) or (stat.S_ISFIFO(mode) and bool(select.select([0], [], [], 0.2)[0]))
-    except (OSError, ValueError):
+    except OSError:
         return False
+    if not stat.S_ISFIFO(mode) or sys.platform == "win32":     # Windows cannot ask a pipe
+        return stat.S_ISREG(mode) or stat.S_ISFIFO(mode)
+    speaks = bool(select.select([0], [], [], 0.2)[0])
+    if not speaks:
+        print("standard input is silent and not waited for; --prompt=- waits", file=sys.stderr)
+    return speaks
 
 
 def encode(prompt: str, tokenizer: Tokenizer) -> list[int]:
@@ -97,9 +105,9 @@ def encode(prompt: str, tokenizer: Tokenizer) -> list[int]:
     return tokenizer.encode("\n")
 
 
-def show(config: SampleConfig, prompts: list[str], model, tokenizer: Tokenizer) -> None:
+def show(config: SampleConfig, prompts: list[str], first_row: int, model: GPT, tokenizer: Tokenizer) -> None:
     """Prints the texts in order; those that are not yet their turn are written side by side with it, and wait."""
-    texts = [Text(tokenizer, config.stop) for _ in prompts]
+    texts = [Text(tokenizer, [as_utf8(s) for s in config.stop]) for _ in prompts]
     waiting = list(prompts)                                # what each text has to print yet
     turn = 0
 
@@ -111,11 +119,11 @@ def show(config: SampleConfig, prompts: list[str], model, tokenizer: Tokenizer) 
             if turn + 1 == len(texts) or not (texts[turn].done or over):
                 return
             turn += 1
-            print(f"\n{'-' * 15}")
+            print(BETWEEN)
 
     print_ready()
     for ids in generate(model, [encode(p, tokenizer) for p in prompts], config.max_new_tokens, temperature=config.temperature,
-                        top_k=config.top_k, top_p=config.top_p, min_p=config.min_p, seed=config.seed,
+                        top_k=config.top_k, top_p=config.top_p, min_p=config.min_p, seed=config.seed, first_row=first_row,
                         ends=lambda row: texts[row].done, vocab_size=tokenizer.vocab_size):
         for row, i in ids.items():
             waiting[row] += texts[row].push(i)
@@ -123,7 +131,6 @@ def show(config: SampleConfig, prompts: list[str], model, tokenizer: Tokenizer) 
     for row, text in enumerate(texts):
         waiting[row] += text.end()
     print_ready(over=True)
-    print(flush=True)
 
 
 def main(config: SampleConfig) -> None:
@@ -140,12 +147,10 @@ def main(config: SampleConfig) -> None:
     if hasattr(sys.stdout, "reconfigure"):
         sys.stdout.reconfigure(encoding="utf-8", errors="replace")
     for i in range(0, len(prompts), ROWS):
-        show(config, prompts[i:i + ROWS], model, tokenizer)
+        show(config, prompts[i:i + ROWS], i, model, tokenizer)
+        print(BETWEEN if i + ROWS < len(prompts) else "", flush=True)
 
 
 if __name__ == "__main__":
-    try:
-        with one_line_errors():
-            main(config)
-    except BrokenPipeError:                                # `| head` has seen enough
-        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+    with one_line_errors():
+        main(config)

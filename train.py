@@ -9,6 +9,7 @@ from engine.cli import one_line_errors, parse, require_torch
 if __name__ == "__main__":
     config = parse(TrainConfig, presets=True)      # before torch is imported, so that --help and mistakes answer at once
 
+import math
 import time
 from collections.abc import Callable
 from functools import partial
@@ -23,12 +24,12 @@ from engine import checkpoint
 from engine.checkpoint import Progress
 from engine.device import autocast, compiled, keep_memory, pick_device, pick_dtype
 from engine.interrupt import Interrupt
-from engine.log import Log, start_block
+from engine.log import Log, say, start_block
 from engine.optim import learning_rate, make_optimizer
 from engine.start import begin, make_room
-from mixers import parse as parse_layers
+from mixers import pattern
 from model import GPT
-from ops.loss import valid
+from ops.loss import count_valid
 
 
 def backward(run: Callable, x: Tensor, y: Tensor, rows: int, cast: Callable) -> Tensor:
@@ -36,10 +37,10 @@ def backward(run: Callable, x: Tensor, y: Tensor, rows: int, cast: Callable) -> 
 
     The sum over valid targets divided by their number in all micro-batches: how the rows are cut changes nothing.
     """
-    n, loss = valid(y), torch.zeros((), device=x.device)
+    n, loss = count_valid(y), torch.zeros((), device=x.device)
     for x_, y_ in zip(x.split(rows), y.split(rows), strict=True):
         with cast():
-            part = run(x_, y_) * (valid(y_) / n)
+            part = run(x_, y_) * (count_valid(y_) / n)
         part.backward()
         loss += part.detach()
     return loss
@@ -48,15 +49,15 @@ def backward(run: Callable, x: Tensor, y: Tensor, rows: int, cast: Callable) -> 
 def train(config: TrainConfig) -> Progress:
     """Runs `config` to its end, or to Ctrl-C, and returns how far it came. ValueError, in one line, for what cannot be run."""
     require_torch()
-    parse_layers(config.layers)
+    pattern(config)                          # the words in `layers`, before anything is read or written
     keep_memory()
     device = pick_device(config.device)
-    dtype = pick_dtype(config.dtype, device, config.n_embd)
-    cast = partial(autocast, device, dtype)
 
     # data: windows by arithmetic on (seed, step), so that the step alone is the position in it
     corpus = find(config.dataset)
     config, step = begin(config, corpus)     # what init_from says
+    dtype = pick_dtype(config.dtype, device, config.n_embd)
+    cast = partial(autocast, device, dtype)
     rows = config.batch_size * config.gradient_accumulation_steps
     loader = Loader(corpus.split("train"), config.block_size, rows, config.seed)
     val = FixedWindows(corpus.split("val"), config.block_size, config.batch_size, config.eval_iters or None)
@@ -72,7 +73,7 @@ def train(config: TrainConfig) -> Progress:
             checkpoint.load_optimizer(step, model, optimizer)
             progress = checkpoint.read_progress(step)
     run = compiled(model, config.compile, device)
-    print(start_block(model, config, device, dtype, len(corpus.split("train"))), flush=True)
+    say(start_block(model, config, device, dtype, len(corpus.split("train"))))
 
     @torch.no_grad()
     def evaluate() -> float:
@@ -82,16 +83,16 @@ def train(config: TrainConfig) -> Progress:
         for x, y in val:
             x, y = x.to(device), y.to(device)
             with cast():
-                total, n = total + run(x, y) * valid(y), n + valid(y)
+                total, n = total + run(x, y) * count_valid(y), n + count_valid(y)
         model.train()
         return float(total / n)
 
     if config.eval_only:
         progress.val_loss = evaluate()
-        print(f"validation loss {progress.val_loss:.4f} nats a token")
+        say(f"validation loss {progress.val_loss:.4f} nats a token")
         return progress
     if progress.iter >= config.max_iters:
-        print(f"{config.out_dir} is already at step {progress.iter}: raise --max_iters to go on")
+        say(f"{config.out_dir} is already at step {progress.iter}: raise --max_iters to go on")
         return progress
 
     out = Path(config.out_dir or "out/default")
@@ -108,12 +109,16 @@ def train(config: TrainConfig) -> Progress:
             batch = loader.batch(i).to(device)
             loss = backward(run, batch[:, :-1], batch[:, 1:], config.batch_size, cast)
             norm = torch.nn.utils.clip_grad_norm_(model.parameters(), config.grad_clip or float("inf"))
+            values = {"loss": float(loss), "lr": lr, "grad_norm": float(norm)}
+            if not math.isfinite(values["loss"] + values["grad_norm"]):
+                raise ValueError(f"at step {i + 1} the loss is {loss} and the gradient's norm {norm}: lower --learning_rate; "
+                                 "what was saved is untouched")
             optimizer.step()
             optimizer.zero_grad(set_to_none=True)
 
-            progress.iter, progress.tokens = i + 1, progress.tokens + batch[:, 1:].numel()
-            values = {"tokens": progress.tokens, "loss": loss, "lr": lr, "grad_norm": norm}
-            log.step(i + 1, batch[:, 1:].numel(), time.perf_counter() - started, values)
+            n = batch[:, 1:].numel()
+            progress.iter, progress.tokens = i + 1, progress.tokens + n
+            log.step(i + 1, n, time.perf_counter() - started, {"tokens": progress.tokens, **values})
 
             # evaluate and save
             last = i + 1 == config.max_iters
@@ -126,7 +131,7 @@ def train(config: TrainConfig) -> Progress:
             if (i + 1) % config.eval_interval == 0 or last or stop:
                 saved = checkpoint.save(out, model, optimizer, config, corpus.tokenizer, progress)
             if stop and not last:
-                log.say(f"{stop.name}: saved {saved}; go on with --init_from=resume and the same command")
+                say(f"{stop.name}: saved {saved}; go on with --init_from=resume and the same command")
                 break
     log.close()
     return progress

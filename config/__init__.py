@@ -5,7 +5,7 @@ Defaults, then presets (config/*.py, plain assignments), then flags: the later w
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, fields
+from dataclasses import dataclass, fields
 from typing import Literal
 
 from config.check import check_fields, check_range
@@ -153,18 +153,16 @@ class TrainConfig(GPTConfig):
         for name in ("beta1", "beta2"):
             check_range(self, name, least=0, below=1)
         check_range(self, "wsd_decay", least=0, most=1)
+        check_range(self, "seed", least=0, most=2**32 - 1)
+        if self.lr_decay_iters is not None and self.lr_decay_iters <= self.warmup_iters:
+            raise ValueError(f"lr_decay_iters={self.lr_decay_iters} must be above warmup_iters={self.warmup_iters}")
 
     def model(self, vocab_size: int | None = None) -> GPTConfig:
         """The model's part, with the corpus's vocabulary where none was set."""
         return GPTConfig(**{**self.model_fields(), "vocab_size": self.vocab_size or vocab_size or 0})
 
 
-def to_dict(config: GPTConfig) -> dict:
-    """For JSON: a checkpoint's config.json."""
-    return asdict(config)
-
-
 def from_dict(cls, d: dict):
-    """The inverse; fields of a newer or older version are left out or take their defaults."""
+    """The inverse of dataclasses.asdict; fields of a newer or older version are left out or take their defaults."""
     names = {f.name for f in fields(cls)}
     return cls(**{k: v for k, v in d.items() if k in names})

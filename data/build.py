@@ -99,7 +99,10 @@ def workplace(out: Path) -> Iterator[Path]:
             if sys.platform == "win32":
                 import msvcrt
 
-                msvcrt.locking(f.fileno(), msvcrt.LK_LOCK, 1)
+                while True:
+                    with contextlib.suppress(OSError):   # it gives up after 10 seconds
+                        msvcrt.locking(f.fileno(), msvcrt.LK_LOCK, 1)
+                        break
             else:
                 import fcntl
 

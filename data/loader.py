@@ -72,10 +72,6 @@ class Loader:
         rows = [self.split.read(self.start(g), self.block_size + 1) for g in range(first, first + own)]
         return torch.from_numpy(np.stack(rows))
 
-    def epoch(self, step: int) -> float:
-        """How often the split has been seen before this step."""
-        return step * self.rows / self.windows
-
 
 class FixedWindows:
     """The same windows each time it is iterated, for evaluation: pairs (x, y) of (rows, block_size) int64.

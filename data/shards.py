@@ -23,6 +23,8 @@ UNFINISHED = ".building"   # a folder in the corpus's folder while it is being m
 
 def width(vocab_size: int) -> np.dtype:
     """The narrowest type for ids 0 to vocab_size - 1: uint16 up to 65536 of them, else uint32."""
+    if vocab_size > 2**32:
+        raise ValueError(f"a vocabulary of {vocab_size:,} does not fit into 32 bits")
     return np.dtype("<u2") if vocab_size <= 65536 else np.dtype("<u4")
 
 
@@ -111,8 +113,8 @@ def open_shard(path: Path, headerless: np.dtype | None = None) -> Shard:
 class Split:
     """The ids of one split, over all its shards, as one sequence; reads from the files, so that memory stays flat."""
 
-    def __init__(self, folder: str | Path, name: str):
-        self.folder, self.name = Path(folder), name
+    def __init__(self, folder: str | Path, name: str, vocab_size: int | None = None):
+        self.folder, self.name, self.vocab_size = Path(folder), name, vocab_size
         pattern = re.compile(rf"(.*_)?{re.escape(name)}_\d+\.bin")
         paths = sorted(p for p in self.folder.glob("*.bin") if pattern.fullmatch(p.name))
         plain = self.folder / f"{name}.bin"
@@ -128,7 +130,7 @@ class Split:
         return int(self.ends[-1])
 
     def read(self, start: int, n: int) -> np.ndarray:
-        """Ids start .. start + n - 1, (n,) int64; they may lie in several shards. ValueError outside the split."""
+        """Ids start .. start + n - 1, (n,) int64; they may lie in several shards. ValueError outside the split or the vocabulary."""
         if start < 0 or n < 0 or start + n > len(self):
             raise ValueError(f"tokens {start} to {start + n} are outside the split {self.name!r} of {len(self)} tokens")
         out = np.empty(n, dtype=np.int64)
@@ -142,6 +144,8 @@ class Split:
                 raise ValueError(f"{shard.path} has become shorter since it was opened: prepare the corpus again")
             out[done : done + take] = part
             done, k = done + take, k + 1
+        if self.vocab_size is not None and n and out.max() >= self.vocab_size:
+            raise ValueError(f"{self.folder} holds the id {out.max()}, outside its vocabulary of {self.vocab_size}: see its meta.json")
         return out
 
 
@@ -165,8 +169,8 @@ class Corpus:
         if not meta.exists() and ((self.folder / UNFINISHED).exists() or not has_splits(self.folder)):
             raise FileNotFoundError(f"{self.folder} holds no finished corpus (no meta.json): run its prepare script")
         try:
-            self.meta: dict[str, Any] = json.loads(meta.read_text(encoding="utf-8")) if meta.exists() else {}
-        except ValueError:
+            self.meta: dict[str, Any] = dict(json.loads(meta.read_text(encoding="utf-8"))) if meta.exists() else {}
+        except (ValueError, TypeError):
             raise ValueError(f"{meta} is no JSON: delete it and prepare the corpus again") from None
         if (self.folder / "tokenizer.json").exists():
             self.tokenizer = tokenizers.load(self.folder / "tokenizer.json")
@@ -190,7 +194,7 @@ class Corpus:
 
     def split(self, name: str) -> Split:
         """A split, checked against meta.json."""
-        split = Split(self.folder, name)
+        split = Split(self.folder, name, getattr(self, "vocab_size", None))
         dtype, tokens = self.meta.get("dtype"), self.meta.get("tokens", {}).get(name)
         if dtype and any(shard.dtype != np.dtype(dtype) for shard in split.shards):
             raise ValueError(f"{self.folder}: meta.json says {dtype} and {split.shards[0].path.name} is {split.shards[0].dtype}")

@@ -5,10 +5,12 @@ Written under another name, synced, renamed: a folder that is there is whole. `l
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import shutil
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +18,9 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
-from config import GPTConfig, from_dict, to_dict
+from config import GPTConfig, from_dict
 from data import tokenizer as tokenizers
+from data.tokenizer import Tokenizer
 from model import GPT
 
 
@@ -32,27 +35,27 @@ class Progress:
     best_val_loss: float | None = None
 
 
-def save(out_dir: Path, model: GPT, optimizer: torch.optim.Optimizer, config: GPTConfig, tokenizer: Any, progress: Progress) -> Path:
+def save(out_dir: Path, model: GPT, optimizer: torch.optim.Optimizer, config: GPTConfig, tokenizer: Tokenizer, progress: Progress) -> Path:
     """Saves this step and lets go of those that are neither the last nor the best. OSError leaves the older ones as they were."""
     step = out_dir / f"step_{progress.iter:06d}"
-    if not step.exists():
-        new = out_dir / f".{step.name}"
+    new = out_dir / f".{step.name}"
+    try:
         shutil.rmtree(new, ignore_errors=True)
         new.mkdir(parents=True)
-        try:
-            tied = {"head.weight"} if config.tie_embeddings else set()
-            weights = {name: t.contiguous() for name, t in model.state_dict().items() if name not in tied}
-            save_file(weights, new / "model.safetensors", {"format": "pt"})
-            save_file(optimizer_tensors(model, optimizer), new / "optimizer.safetensors", {"format": "pt"})
-            write_json(new / "config.json", to_dict(config))
-            write_json(new / "progress.json", progress.__dict__)
-            tokenizers.save(tokenizer, new / "tokenizer.json")
-            for file in new.iterdir():
-                sync(file)
-            os.replace(new, step)
-        except (OSError, SafetensorError) as e:
-            shutil.rmtree(new, ignore_errors=True)
-            raise OSError(f"the checkpoint of step {progress.iter} could not be written ({e}); the one before it is untouched") from None
+        tied = {"head.weight"} if config.tie_embeddings else set()
+        weights = {name: t.contiguous() for name, t in model.state_dict().items() if name not in tied}
+        save_file(weights, new / "model.safetensors", {"format": "pt"})
+        save_file(optimizer_tensors(model, optimizer), new / "optimizer.safetensors", {"format": "pt"})
+        write_json(new / "config.json", asdict(config))
+        write_json(new / "progress.json", asdict(progress))
+        tokenizers.save(tokenizer, new / "tokenizer.json")
+        for file in new.iterdir():
+            sync(file)
+        shutil.rmtree(step, ignore_errors=True)     # of a run that was killed before it pointed here
+        os.replace(new, step)
+    except (OSError, SafetensorError) as e:
+        shutil.rmtree(new, ignore_errors=True)
+        raise OSError(f"the checkpoint of step {progress.iter} could not be written ({e}); the one before it is untouched") from None
     point(out_dir / "latest", step.name)
     if progress.best_iter == progress.iter:
         point(out_dir / "best", step.name)
@@ -86,10 +89,11 @@ def optimizer_tensors(model: GPT, optimizer: torch.optim.Optimizer) -> dict[str,
 
 
 def load_optimizer(step: Path, model: GPT, optimizer: torch.optim.Optimizer) -> None:
-    tensors = load_file(step / "optimizer.safetensors")
-    for name, p in model.named_parameters():
-        state = {key[len(name) + 1:]: t for key, t in tensors.items() if key.startswith(f"{name}.") and "." not in key[len(name) + 1:]}
-        optimizer.state[p] = {key: t if key == "step" and p.device.type == "cpu" else t.to(p.device) for key, t in state.items()}
+    """The inverse, strictly: every parameter has its moments and its step."""
+    with damage_is_one_line(step):
+        tensors = load_file(step / "optimizer.safetensors")
+        for name, p in model.named_parameters():
+            optimizer.state[p] = {key: tensors[f"{name}.{key}"].to(p.device) for key in ("step", "exp_avg", "exp_avg_sq")}
 
 
 def find_step(path: str | Path | None, prefer: str = "best") -> Path:
@@ -110,25 +114,49 @@ def find_step(path: str | Path | None, prefer: str = "best") -> Path:
     return step
 
 
+@contextlib.contextmanager
+def damage_is_one_line(step: Path) -> Iterator[None]:
+    """What goes wrong in reading a checkpoint is a ValueError that names it."""
+    try:
+        yield
+    except (OSError, ValueError, KeyError, TypeError, RuntimeError, SafetensorError) as e:
+        reason = " ".join(str(e).split())[:200]
+        raise ValueError(f"{step} is damaged or of another version ({type(e).__name__}: {reason}): name another step") from None
+
+
+def read_json(step: Path, name: str) -> dict[str, Any]:
+    with damage_is_one_line(step):
+        value = json.loads((step / name).read_text(encoding="utf-8"))
+        if not isinstance(value, dict) or not value:
+            raise ValueError(f"{name} holds no settings")
+        return value
+
+
 def read_config(step: Path) -> dict[str, Any]:
-    return json.loads((step / "config.json").read_text(encoding="utf-8"))
+    return read_json(step, "config.json")
 
 
 def read_progress(step: Path) -> Progress:
-    return Progress(**json.loads((step / "progress.json").read_text(encoding="utf-8")))
+    return from_dict(Progress, read_json(step, "progress.json"))
+
+
+def read_tokenizer(step: Path) -> Tokenizer:
+    with damage_is_one_line(step):
+        return tokenizers.load(step / "tokenizer.json")
 
 
 def load_weights(model: GPT, step: Path) -> None:
     """Strictly: every tensor, by its name; a tied head stays tied."""
-    tensors = load_file(step / "model.safetensors")
-    if model.cfg.tie_embeddings:
-        tensors["head.weight"] = tensors["wte.weight"]
-    model.load_state_dict(tensors, strict=True)
+    with damage_is_one_line(step):
+        tensors = load_file(step / "model.safetensors")
+        if model.cfg.tie_embeddings:
+            tensors["head.weight"] = tensors["wte.weight"]
+        model.load_state_dict(tensors, strict=True)
 
 
-def load_model(path: str | Path | None = None, device: str | torch.device = "cpu") -> tuple[GPT, Any]:
+def load_model(path: str | Path | None = None, device: str | torch.device = "cpu") -> tuple[GPT, Tokenizer]:
     """A checkpoint's model, ready for evaluation, and its tokenizer; `path` as in find_step."""
     step = find_step(path)
     model = GPT(from_dict(GPTConfig, read_config(step)))
     load_weights(model, step)
-    return model.to(device).eval(), tokenizers.load(step / "tokenizer.json")
+    return model.to(device).eval(), read_tokenizer(step)

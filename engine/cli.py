@@ -4,6 +4,7 @@ tyro reads the flags and writes --help; this file adds presets, booleans spelled
 """
 
 from __future__ import annotations
+import __future__
 
 import contextlib
 import io
@@ -29,6 +30,11 @@ TORCH = (2, 11)
 BOOLEANS = {**dict.fromkeys(("true", "yes", "on", "1"), "True"), **dict.fromkeys(("false", "no", "off", "0"), "False")}
 
 
+def as_utf8(text: str) -> str:
+    """Text from the command line, which is UTF-8 whatever the locale made of it."""
+    return os.fsencode(text).decode("utf-8", "replace") if any("\udc80" <= c <= "\udcff" for c in text) else text
+
+
 def fail(message: object) -> NoReturn:
     """One line on stderr, exit status 2."""
     print(f"error: {message}", file=sys.stderr)
@@ -41,8 +47,8 @@ def one_line_errors():
     traceback; so does Ctrl-C."""
     try:
         yield
-    except BrokenPipeError:
-        raise
+    except BrokenPipeError:                    # `| head` has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
     except (ValueError, OSError, ModuleNotFoundError) as e:
         fail(e)
     except RuntimeError as e:
@@ -71,13 +77,14 @@ def parse(cls: type[T], argv: list[str] | None = None, prog: str | None = None, 
 
     Where the config has an `out_dir` that nothing sets, it becomes out/<the last preset's name>.
     """
+    for stream in (sys.stdout, sys.stderr):    # a path or a text that the locale cannot show must not end a run
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")
     prog = prog or Path(sys.argv[0]).name
     hints = get_type_hints(cls)
     with one_line_errors():
         require_torch()
-        given = sys.argv[1:] if argv is None else argv
-        given = [os.fsencode(a).decode("utf-8", "replace") for a in given]      # whatever the locale, a command line is UTF-8
-        words, flags = split(given, hints)
+        words, flags = split(sys.argv[1:] if argv is None else argv, hints)
         if words and not presets:
             raise ValueError(f"unexpected {words[0]!r}: options are written --name=value; see --help")
         settings: dict[str, Any] = {}
@@ -114,7 +121,7 @@ def split(argv: list[str], hints: dict[str, Any]) -> tuple[list[str], list[str]]
             value = "True" if bare else rest.pop(0)
         if is_boolean(hints[name]):
             value = BOOLEANS.get(value.lower(), value)
-        if value.lower() == "none" and type(None) in get_args(hints[name]):
+        if value.lower() == "none" and type(None) in get_args(hints[name]) and str not in get_args(hints[name]):
             value = "None"
         flags.append(f"--{name}={value}")
     return words, flags
@@ -126,15 +133,17 @@ def is_boolean(hint: Any) -> bool:
 
 def read_preset(word: str, hints: dict[str, Any]) -> dict[str, Any]:
     """The assignments of a preset: a path, or the bare name of one in config/. Names with _ and imports are its own."""
-    path = next((p for p in (Path(word), ROOT / word, ROOT / "config" / f"{word}.py") if p.is_file()), None)
+    presets = [p for p in sorted((ROOT / "config").glob("*.py")) if p.stem not in ("__init__", "check")]
+    path = next((p for p in (Path(word), ROOT / word, *(p for p in presets if p.stem == word)) if p.is_file()), None)
     if path is None:
-        known = [f"config/{p.name}" for p in sorted((ROOT / "config").glob("*.py")) if p.stem not in ("__init__", "check")]
+        known = [f"config/{p.name}" for p in presets]
         raise ValueError(f"no preset {word!r}{nearest(word, known)}")
     try:
         values = runpy.run_path(str(path))
     except Exception as e:
         raise ValueError(f"{word} does not run: {type(e).__name__}: {e}") from None
-    own = {k: v for k, v in values.items() if not (k.startswith("_") or isinstance(v, types.ModuleType) or callable(v))}
+    its = (types.ModuleType, __future__._Feature, type, types.FunctionType)     # what it imported or defined for itself
+    own = {k: v for k, v in values.items() if not (k.startswith("_") or isinstance(v, its))}
     for name in own:
         if name not in hints:
             raise ValueError(f"{word}: unknown key {name!r}{nearest(name, hints).partition(';')[0]}")

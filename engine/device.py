@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import re
 import sys
 from collections.abc import Callable
 
 import torch
 from torch import nn
 
-# Dense peaks in TFLOP/s as (bfloat16, float32 with TF32 off), from the vendors' data sheets; the first name found in the device's name.
+# Dense peaks in TFLOP/s as (bfloat16, float32 with TF32 off), from the vendors' data sheets, by a word of the device's name.
 PEAKS = {
     "B200": (2250, 80), "H200": (989, 67), "H100 PCIe": (756, 51), "H100": (989, 67), "GH200": (989, 67), "A100": (312, 19.5),
     "L40S": (362, 91.6), "L40": (181, 90.5), "L4": (121, 30.3), "A10G": (70, 31.2), "A10": (125, 31.2), "A6000": (155, 38.7),
@@ -67,7 +68,7 @@ def peak_flops(device: torch.device, dtype: torch.dtype) -> float | None:
     if device.type != "cuda":
         return None
     name = torch.cuda.get_device_name(device)
-    half, single = next((peak for part, peak in PEAKS.items() if part in name), (0, 0))
+    half, single = next((peak for part, peak in PEAKS.items() if re.search(rf"\b{part}\b(?!.*Laptop)", name)), (0, 0))
     return 1e12 * (single if dtype == torch.float32 else half) or None
 
 
@@ -83,8 +84,8 @@ def compiled(model: nn.Module, wanted: bool | None, device: torch.device) -> Cal
             return model(*args, **kwargs)
         try:
             out = fast(*args, **kwargs)
-        except Exception as e:
-            if verdict["works"]:               # it did before: what went wrong is not the compiler
+        except Exception as e:                 # once it has worked, only what the compiler says is the compiler's
+            if isinstance(e, torch.OutOfMemoryError) or (verdict["works"] and not isinstance(e, torch._dynamo.exc.TorchDynamoException)):
                 raise
             reason = (str(e).splitlines() or [""])[0][:100]
             print(f"warning: torch.compile does not work here ({type(e).__name__}: {reason}); going on without it", file=sys.stderr)
@@ -107,14 +108,3 @@ def keep_memory() -> None:
         mallopt(M_MMAP_THRESHOLD, 1 << 30)
         mallopt(M_TRIM_THRESHOLD, 2**31 - 1)
         mallopt(M_TOP_PAD, 64 << 20)
-
-
-def peak_memory(device: torch.device) -> int:
-    """Bytes: what the device has held at most; on a CPU the process."""
-    if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device)
-    try:
-        import resource
-    except ImportError:    # Windows
-        return 0
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)

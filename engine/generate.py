@@ -16,7 +16,8 @@ def probabilities(logits: Tensor, temperature: float = 1.0, top_k: int | None = 
                   min_p: float | None = None) -> Tensor:
     """logits (B, V) -> (B, V) in float32. In this order: temperature, the top_k likeliest, the fewest that make up top_p, and
     those at least min_p times as likely as the likeliest. temperature > 0."""
-    logits = logits.float() / temperature
+    logits = logits.float()
+    logits = (logits - logits.amax(-1, keepdim=True)) / temperature      # at most 0: no temperature overflows
     if top_k is not None and top_k < logits.shape[-1]:
         logits = logits.masked_fill(logits < logits.topk(top_k)[0][:, -1:], -torch.inf)
     p = logits.softmax(-1)
@@ -41,20 +42,20 @@ def prefill(model: GPT, prompts: Sequence[Sequence[int]], max_len: int) -> tuple
 
 @torch.no_grad()
 def generate(model: GPT, prompts: Sequence[Sequence[int]], max_new_tokens: int, *, temperature: float = 1.0, top_k: int | None = None,
-             top_p: float | None = None, min_p: float | None = None, seed: int = 1337, stop_ids: Sequence[int] = (),
+             top_p: float | None = None, min_p: float | None = None, seed: int = 1337, first_row: int = 0, stop_ids: Sequence[int] = (),
              ends: Callable[[int], bool] = lambda row: False, vocab_size: int | None = None) -> Iterator[dict[int, int]]:
     """Yields {row: id} step by step; a row that has drawn a stop id (which is yielded), or for which `ends(row)` is true after
     the yield, is in no later one.
 
-    temperature 0 takes the likeliest. A row's draws depend on seed and row alone, not on its neighbours. Ids from `vocab_size`
-    on, with which a vocabulary is padded, are never drawn. Where a row reaches block_size it goes on from its last half, so that
-    text may be longer than the context; a longer prompt counts by its last block_size tokens.
+    temperature 0 takes the likeliest. A row's draws depend on seed and `first_row` + row alone, not on its neighbours. Ids from
+    `vocab_size` on, with which a vocabulary is padded, are never drawn. Where a row reaches block_size it goes on from its last
+    half, so that text may be longer than the context; a longer prompt counts by its last block_size tokens.
     """
     if not all(prompts):
         raise ValueError("a prompt needs at least one token")
     context = model.cfg.block_size
     texts = [list(p)[-context:] for p in prompts]
-    draws = [torch.Generator().manual_seed(seed * 1_000_003 + row) for row in range(len(texts))]
+    draws = [torch.Generator().manual_seed(seed * 1_000_003 + first_row + row) for row in range(len(texts))]
     unique = list(dict.fromkeys(map(tuple, texts)))                     # samples of one prompt share its prefill
     state, logits = prefill(model, unique, context)
     which = torch.tensor([unique.index(tuple(t)) for t in texts], device=logits.device)
@@ -79,7 +80,8 @@ def generate(model: GPT, prompts: Sequence[Sequence[int]], max_new_tokens: int, 
             state = state.rows(torch.tensor(stay, device=logits.device))
         if max(len(texts[row]) for row in alive) > context:             # full: go on from the last half
             for row in alive:
-                texts[row] = texts[row][-max(1, context // 2):]
+                if len(texts[row]) > context:
+                    texts[row] = texts[row][-max(1, context // 2):]
             state, logits = prefill(model, [texts[row] for row in alive], context)
         else:
             logits = model(torch.tensor(ids, device=logits.device)[:, None], state=state)[:, -1]

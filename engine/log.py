@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import os
 import sys
 import time
+from collections.abc import Iterator
+from dataclasses import asdict
 from pathlib import Path
 
 import torch
 from tqdm import tqdm
 
-from config import TrainConfig, to_dict
+from config import TrainConfig
 from engine.device import peak_flops
 from model import GPT
 
@@ -28,14 +32,19 @@ def parameter_table(model: GPT) -> list[tuple[str, int]]:
 
 
 def memory_estimate(model: GPT, config: TrainConfig, dtype: torch.dtype) -> float:
-    """Bytes of a training step: weights, gradients and two moments in float32, what backward needs of one micro-batch, logits.
+    """Bytes of a training step, within 20 % of what was measured on a CPU at 5 to 25 M parameters: weights, gradients and two
+    moments in float32, what backward needs of one micro-batch, and its logits.
 
-    Kept for backward, in numbers a token: 9 C + 3 inner a block (two norms in float32 count double), 4 q, k, v, y widths in it.
+    Kept for backward, a token and block: 8 C + 4 inner numbers (norms' outputs, q, k, v, what attention gives, the feed-forward's
+    halves and products), 4 C in float32 (the residual stream, the norms' inputs), and as much again where the products are in
+    half precision (what is cast to it).
     """
-    size, tokens = (2 if dtype != torch.float32 else 4), config.batch_size * config.block_size
+    half, tokens = dtype != torch.float32, config.batch_size * config.block_size
     kept = sum(8 * model.cfg.n_embd + 4 * b.mlp.down.in_features for b in model.blocks)  # type: ignore[union-attr,operator,misc]
-    weights = 16 * sum(p.numel() for p in model.parameters())
-    return weights + tokens * (size * kept + 4 * 4 * model.cfg.n_embd * len(model.blocks)) + tokens * model.cfg.vocab_size * (8 + size)
+    stream = 4 * model.cfg.n_embd * len(model.blocks)
+    weights = (18 if half else 16) * sum(p.numel() for p in model.parameters())
+    logits = tokens * model.cfg.vocab_size * (10 if half else 12)
+    return weights + tokens * ((2 if half else 4) * kept + (8 if half else 4) * stream) + logits
 
 
 def count(n: float) -> str:
@@ -60,7 +69,7 @@ def start_block(model: GPT, config: TrainConfig, device: torch.device, dtype: to
     saves = f"after every {config.eval_interval} steps, at the end, and on Ctrl-C"
     settings: list[str] = []
     line = ""
-    for key, value in to_dict(config).items():
+    for key, value in asdict(config).items():
         if len(line) + len(f"{key}={value}") > 110:
             settings, line = [*settings, line], ""
         line += f"{key}={value!r} "
@@ -77,25 +86,41 @@ def start_block(model: GPT, config: TrainConfig, device: torch.device, dtype: to
     ])
 
 
+def old_lines(path: Path) -> Iterator[dict]:
+    """What a run has logged before; a killed one may have left a line half written."""
+    for text in path.read_text(encoding="utf-8", errors="replace").splitlines() if path.exists() else []:
+        try:
+            line = json.loads(text)
+        except ValueError:
+            continue
+        if isinstance(line, dict) and "iter" in line:
+            yield line
+
+
+def say(text: str) -> None:
+    """A line on standard output, past the progress bar; that nobody reads it any more (`| head`) does not end a run."""
+    with contextlib.suppress(BrokenPipeError):
+        tqdm.write(text, file=sys.stdout)
+        sys.stdout.flush()
+
+
 class Log:
-    """metrics.jsonl, a line a `log` or `note` call, nothing rounded; and a progress bar where there is a terminal, lines where not."""
+    """metrics.jsonl, a line a `log_interval` and an evaluation, nothing rounded; for people a progress bar, or lines where there is
+    no terminal. A resumed run keeps its lines up to the step that it goes on from."""
 
     def __init__(self, config: TrainConfig, start: int, flops_per_token: float, device: torch.device, dtype: torch.dtype):
         self.config, self.flops, self.peak = config, flops_per_token, peak_flops(device, dtype)
         self.path = Path(config.out_dir or ".") / "metrics.jsonl"
-        old = self.path.read_text(encoding="utf-8").splitlines() if start and self.path.exists() else []
-        kept = [line for line in old if json.loads(line)["iter"] <= start]     # what a killed run logged after its last checkpoint
-        self.path.write_text("".join(line + "\n" for line in kept), encoding="utf-8")
+        kept = [line for line in old_lines(self.path) if line["iter"] <= start] if start else []
+        new = self.path.with_name(".metrics.jsonl")
+        new.write_text("".join(json.dumps(line) + "\n" for line in kept), encoding="utf-8")
+        os.replace(new, self.path)
         self.bar = tqdm(total=config.max_iters, initial=start, unit="step", dynamic_ncols=True, disable=None, smoothing=0.05)
         self.tokens, self.seconds, self.first, self.told = 0, 0.0, True, False
 
     def write(self, line: dict) -> None:
         with open(self.path, "a", encoding="utf-8") as f:
             f.write(json.dumps(line) + "\n")
-
-    def say(self, text: str) -> None:
-        tqdm.write(text, file=sys.stdout)
-        sys.stdout.flush()
 
     def step(self, i: int, tokens: int, seconds: float, values: dict) -> None:
         """After optimizer step i (counted from 1) of so many tokens and seconds; `values` are logged as they are."""
@@ -108,23 +133,22 @@ class Log:
             return
         rate = self.tokens / self.seconds if self.seconds else None
         mfu = rate * self.flops / self.peak if rate and self.peak else None
-        numbers = {k: float(v) if isinstance(v, torch.Tensor) else v for k, v in values.items()}
-        self.write({"iter": i, **numbers, "tokens_per_s": rate, **({"mfu": mfu} if mfu else {})})
-        text = f"loss {float(values['loss']):.3f}, lr {values['lr']:.2g}" + (f", {count(rate)}tokens/s" if rate else "")
+        self.write({"iter": i, **values, "tokens_per_s": rate, **({"mfu": mfu} if mfu else {})})
+        text = f"loss {values['loss']:.3f}, lr {values['lr']:.2g}" + (f", {count(rate)}tokens/s" if rate else "")
         text += f", MFU {mfu:.1%}" if mfu else ""
         self.bar.set_postfix_str(text)
         if rate and not self.told:
             left = (self.config.max_iters - i) * tokens / rate
             clock = time.strftime("%H:%M", time.localtime(time.time() + left))
-            self.say(f"the run will take about {duration(left)} more (until {clock}), evaluations aside")
+            say(f"the run will take about {duration(left)} more (until {clock}), evaluations aside")
             self.told = True
         if self.bar.disable and (i % (10 * self.config.log_interval) == 0):
-            self.say(f"step {i}/{self.config.max_iters}: {text}")
+            say(f"step {i}/{self.config.max_iters}: {text}")
         self.tokens, self.seconds = 0, 0.0
 
     def evaluation(self, i: int, values: dict, remark: str) -> None:
         self.write({"iter": i, **values})
-        self.say(f"step {i}: validation loss {values['val_loss']:.4f}{remark}")
+        say(f"step {i}: validation loss {values['val_loss']:.4f}{remark}")
 
     def close(self) -> None:
         self.bar.close()

@@ -17,7 +17,7 @@ def make_optimizer(model: nn.Module, config: TrainConfig) -> torch.optim.AdamW:
     vectors = [p for _, p in named if p.dim() < 2]
     groups = [{"params": matrices, "weight_decay": config.weight_decay}, {"params": vectors, "weight_decay": 0.0}]
     groups = [g for g in groups if g["params"]]
-    fused = named[0][1].device.type in ("cpu", "cuda")   # 3.9 times as fast as the loop on a CPU too
+    fused = named[0][1].device.type in ("cpu", "cuda", "mps")   # 3.9 times as fast as the loop on a CPU too
     return torch.optim.AdamW(groups, lr=config.learning_rate, betas=(config.beta1, config.beta2), fused=fused)
 
 
@@ -31,7 +31,7 @@ def learning_rate(config: TrainConfig, i: int) -> float:
     if i >= end:
         return low
     if config.lr_schedule == "wsd":
-        tail = max(1, round(config.wsd_decay * end))
+        tail = max(1, min(round(config.wsd_decay * end), end - config.warmup_iters))
         return low + (high - low) * min(1.0, (end - i) / tail)
     share = (i - config.warmup_iters) / (end - config.warmup_iters)
     return low + (high - low) * (0.5 * (1 + math.cos(math.pi * share)) if config.lr_schedule == "cosine" else 1 - share)

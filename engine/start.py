@@ -7,9 +7,8 @@ from dataclasses import fields, replace
 from pathlib import Path
 
 from config import GPTConfig, TrainConfig
-from data import tokenizer as tokenizers
 from data.shards import Corpus
-from engine.checkpoint import find_step, read_config
+from engine.checkpoint import find_step, read_config, read_tokenizer
 
 FREE = {"dropout", "attention_backend", "init"}   # fields of the model that a checkpoint does not bind
 
@@ -21,6 +20,8 @@ def begin(config: TrainConfig, corpus: Corpus) -> tuple[TrainConfig, Path | None
     whose weights are taken. Nothing is written yet. ValueError where settings contradict the checkpoint or the corpus.
     """
     out = Path(config.out_dir or "out/default")
+    if out.exists() and not out.is_dir():
+        raise ValueError(f"out_dir={str(out)!r} is a file: name a folder")
     config = replace(config, out_dir=str(out), vocab_size=config.vocab_size or corpus.vocab_size)
     if config.vocab_size < corpus.vocab_size:
         raise ValueError(f"vocab_size={config.vocab_size} is smaller than the {corpus.vocab_size} of {config.dataset}: leave it out")
@@ -37,7 +38,7 @@ def begin(config: TrainConfig, corpus: Corpus) -> tuple[TrainConfig, Path | None
 
 def agree(config: TrainConfig, step: Path, corpus: Corpus) -> TrainConfig:
     """The model's fields are the checkpoint's; resuming, a different one is refused; starting from it, it is noted."""
-    if tokenizers.load(step / "tokenizer.json").hash != corpus.tokenizer.hash:
+    if read_tokenizer(step).hash != corpus.tokenizer.hash:
         raise ValueError(f"{config.dataset} has another tokenizer than {step}: prepare it with the same one, or start from scratch")
     saved = read_config(step)
     resuming = config.init_from in ("resume", "auto")
@@ -48,7 +49,7 @@ def agree(config: TrainConfig, step: Path, corpus: Corpus) -> TrainConfig:
         if f.name == "block_size" and not resuming and new < old and saved["position"] != "learned":
             continue
         if resuming:
-            raise ValueError(f"{f.name} is {old!r} in {step}, not {new!r}: drop the flag, or start from scratch")
+            raise ValueError(f"{f.name} is {old!r} in {step}, not {new!r}: give that run's preset and flags, or start from scratch")
         print(f"{f.name}={old!r}, as in {step} (not {new!r})", file=sys.stderr)
         config = replace(config, **{f.name: old})
     return config
@@ -56,8 +57,9 @@ def agree(config: TrainConfig, step: Path, corpus: Corpus) -> TrainConfig:
 
 def make_room(out: Path, resuming: bool) -> None:
     """The run's folder; an old run of the same name that is not gone on with keeps its files, as <name>.1, <name>.2, ..."""
-    if not resuming and ((out / "latest").is_file() or (out / "metrics.jsonl").is_file()):
-        free = next(p for n in range(1, 10**6) if not (p := out.with_name(f"{out.name}.{n}")).exists())
+    if not resuming and ((out / "metrics.jsonl").is_file() or any(out.glob("step_*"))):
+        whole = out.resolve()
+        free = next(p for n in range(1, 10**6) if not (p := whole.with_name(f"{whole.name}.{n}")).exists())
         out.rename(free)
         print(f"the run that was in {out} is in {free} now")
     out.mkdir(parents=True, exist_ok=True)

@@ -82,7 +82,7 @@ def options(call: ast.Call) -> Any:
             raise ValueError(f"layers: {word} has no option {keyword.arg!r}{nearest(str(keyword.arg), known)}")
         try:
             given[keyword.arg] = ast.literal_eval(keyword.value)
-        except ValueError:
+        except (ValueError, TypeError):
             said = f"{word}({ast.unparse(keyword)})"
             raise ValueError(f"layers: {said}: an option's value is a number, a string, True, False or None") from None
     try:
@@ -91,10 +91,15 @@ def options(call: ast.Call) -> Any:
         raise ValueError(f"layers: {word}: {e}") from None
 
 
+def pattern(cfg: GPTConfig) -> list[list[Word]]:
+    """The words of each of the n_layer layers."""
+    words = parse(cfg.layers)
+    if len(words) > cfg.n_layer:
+        raise ValueError(f"layers: a pattern of {len(words)} layers does not fit into n_layer={cfg.n_layer}")
+    return [words[i % len(words)] for i in range(cfg.n_layer)]
+
+
 def build(cfg: GPTConfig) -> list[Mixer]:
-    """A mixer for each of the n_layer layers, the pattern tiled."""
-    pattern = parse(cfg.layers)
-    if len(pattern) > cfg.n_layer:
-        raise ValueError(f"layers: a pattern of {len(pattern)} layers does not fit into n_layer={cfg.n_layer}")
-    mixers = [[cls(cfg, options) for cls, options in pattern[i % len(pattern)]] for i in range(cfg.n_layer)]
+    """A mixer for each layer."""
+    mixers = [[cls(cfg, options) for cls, options in words] for words in pattern(cfg)]
     return [one[0] if len(one) == 1 else Parallel(one) for one in mixers]

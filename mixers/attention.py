@@ -43,6 +43,10 @@ class Attention(Mixer):
         self.window = cfg.window if options.window is None else options.window
         self.sinks = (cfg.sinks if options.sinks is None else options.sinks) if self.window else 0
         self.rope = cfg.position == "rope" if options.rope is None else options.rope
+        if options.sinks and not self.window:
+            raise ValueError(f"layers: attention(sinks={options.sinks}) needs a window; without one every token is visible anyway")
+        if self.rope and self.D % 2:
+            raise ValueError(f"layers: attention(rope=True) turns pairs of channels, and head_dim={self.D} is odd")
         self.qkv = nn.Linear(cfg.n_embd, (self.H + 2 * self.G) * self.D, bias=cfg.bias)   # rows: all q, all k, all v
         self.out = nn.Linear(self.H * self.D, cfg.n_embd, bias=cfg.bias)
         if cfg.qk_norm:
@@ -102,5 +106,7 @@ class Attention(Mixer):
         return 4 * self.H * self.D * min(T, self.window + self.sinks if self.window else T)
 
     def backend(self, device: str, dtype: torch.dtype, training: bool) -> str:
-        how = How(window=self.window, sinks=self.sinks, softcap=self.cfg.attn_softcap, dropout=self.cfg.dropout if training else 0.0)
-        return choose(self.cfg.attention_backend, device, dtype, how, grad=training)
+        slopes = torch.ones(self.H) if self.cfg.position == "alibi" else None
+        dropout = self.cfg.dropout if training else 0.0
+        how = How(window=self.window, sinks=self.sinks, slopes=slopes, softcap=self.cfg.attn_softcap, dropout=dropout)
+        return choose(self.cfg.attention_backend, device, dtype, self.D, how, grad=training)

@@ -11,6 +11,7 @@ import sys
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
+from importlib import import_module
 from importlib.util import find_spec
 
 import torch
@@ -19,7 +20,16 @@ from torch import Tensor
 
 from ops.positions import Keys, Positions, visible
 
-HAS_FLASH = find_spec("flash_attn") is not None
+
+def importable(name: str) -> bool:
+    """Installed, and built for this torch."""
+    try:
+        return find_spec(name) is not None and import_module(name) is not None
+    except Exception:
+        return False
+
+
+HAS_FLASH = importable("flash_attn")
 SHORT = 256 # keys up to which plain products in bfloat16 beat the fused kernel on a CPU, forward and backward: 8.5 against 25 ms at
             # (32, 3, 128, 64), 18 against 31 at (16, 4, 256, 64), 287 against 135 at (4, 8, 1024, 64); 2 cores of a Zen 4
 BAND = 64   # queries a block of `banded`: below 64 the overhead of a block outweighs what a window saves
@@ -52,13 +62,13 @@ def attend(q: Tensor, k: Tensor, v: Tensor, at: Positions, *, keys: Keys | None 
     """
     how = How(causal, window, sinks, keep, slopes, scale, softcap, sink_logit, dropout, need_weights)
     grad = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
-    name = choose(backend, q.device.type, q.dtype, how, plain=at.plain and keys is None, grad=grad, decode=q.shape[2] == 1)
+    name = choose(backend, q.device.type, q.dtype, q.shape[3], how, plain=at.plain and keys is None, grad=grad)
     return BACKENDS[name](q, k, v, at, keys or at.keys_new(), how)
 
 
 # choosing
 
-def cannot(name: str, device: str, dtype: torch.dtype, how: How, plain: bool, grad: bool) -> str:
+def cannot(name: str, device: str, dtype: torch.dtype, D: int, how: How, plain: bool, grad: bool) -> str:
     """Why a backend cannot do this ('' if it can)."""
     if name == "reference":
         return ""
@@ -73,24 +83,26 @@ def cannot(name: str, device: str, dtype: torch.dtype, how: How, plain: bool, gr
             return "flex has no dropout"
         if device not in ("cuda", "cpu"):
             return f"flex does not run on {device}"
+        if device == "cuda" and D < 16:
+            return "flex takes heads of 16 channels or more"
         return "flex has no backward on CPU" if device == "cpu" and grad else ""
     if not HAS_FLASH:
         return "the flash-attn package is not installed"
     if device != "cuda" or dtype not in (torch.float16, torch.bfloat16):
         return "flash takes half precision on CUDA only"
+    if D > 256 or (how.softcap and how.dropout):
+        return "flash takes heads of up to 256 channels, and no dropout beside a soft-cap"
     return "" if plain and how.causal and how.keep is None and not how.sinks else "flash takes plain causal rows only"
 
 
-def choose(backend: str, device: str, dtype: torch.dtype, how: How, plain: bool = True, grad: bool = True, decode: bool = False) -> str:
-    """The name of the backend that will run."""
+def choose(backend: str, device: str, dtype: torch.dtype, D: int, how: How, plain: bool = True, grad: bool = True) -> str:
+    """The name of the backend that will run. flex pays in training, where its kernel and block mask serve many steps."""
     if backend == "auto":
-        masked = how.window or how.keep is not None or how.slopes is not None or not plain
-        order = ["sdpa", "reference"]
-        if device == "cuda" and not decode and (masked or how.softcap):
-            order = ["flash", "flex", "sdpa", "reference"]
+        masked = how.window or how.keep is not None or how.slopes is not None or how.softcap or not plain
+        order = ["flash", "flex", "sdpa", "reference"] if device == "cuda" and masked and grad else ["sdpa", "reference"]
     else:
         order = [backend] + [name for name in ("flex", "sdpa", "reference") if name != backend]
-    reasons = {name: cannot(name, device, dtype, how, plain, grad) for name in order}
+    reasons = {name: cannot(name, device, dtype, D, how, plain, grad) for name in order}
     name = next(name for name in order if not reasons[name])
     if backend not in ("auto", name) and not torch.compiler.is_compiling():
         say_once(f"attention backend {backend}: {reasons[backend]}; {name} takes its place")
@@ -151,10 +163,13 @@ def sdpa(q: Tensor, k: Tensor, v: Tensor, at: Positions, keys: Keys, how: How) -
     front = keys.pos.shape[1] - T
     if how.window and how.causal and how.keep is None and max(how.window, BAND) < T and front >= 0 and not (how.sinks and at.given):
         return banded(q, k, v, at, keys, how)
-    mask = see(at, keys, how)
-    slopes = how.slopes
-    bias = None if slopes is None else at.once(("bias", keys.name), lambda: distance_bias(at.pos, keys.pos, slopes))
-    return masked(q, k, v, mask, bias, how)
+
+    def make() -> tuple[Tensor, Tensor]:
+        bias = None if how.slopes is None else distance_bias(at.pos, keys.pos, how.slopes)
+        return opened(see(at, keys, how), bias, q.dtype)
+
+    mask, empty = make() if how.keep is not None else at.once(("mask", keys.name, how.window, how.sinks, how.causal, q.dtype), make)
+    return fused(q, k, v, mask, how).masked_fill(empty, 0)
 
 
 def fused(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, how: How, is_causal: bool = False) -> Tensor:
@@ -173,12 +188,12 @@ def products(q: Tensor, k: Tensor, v: Tensor, at: Positions, how: How) -> Tensor
     return F.dropout(w, how.dropout) @ spread(v, q.shape[1])
 
 
-def masked(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, bias: Tensor | None, how: How) -> Tensor:
-    """A row that sees nothing is let see everything and then zeroed: kernels disagree on such rows, some give NaN."""
+def opened(mask: Tensor, bias: Tensor | None, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """The mask, with the bias in it if there is one, and the rows that see nothing: those are let see everything, for their
+    outputs to be zeroed, because kernels disagree on such rows and some give NaN."""
     empty = ~mask.any(-1, keepdim=True)
     mask = mask | empty
-    mask = mask if bias is None else bias.to(q.dtype).masked_fill(~mask, -torch.inf)
-    return fused(q, k, v, mask, how).masked_fill(empty, 0)
+    return (mask if bias is None else bias.to(dtype).masked_fill(~mask, -torch.inf)), empty
 
 
 def banded(q: Tensor, k: Tensor, v: Tensor, at: Positions, keys: Keys, how: How) -> Tensor:
@@ -205,13 +220,13 @@ def banded(q: Tensor, k: Tensor, v: Tensor, at: Positions, keys: Keys, how: How)
         sink = sink & (k_pos[..., n:n + f] < how.sinks) & (q_pos - k_pos[..., n:n + f] >= W)   # what the band shows already
         band = visible(q_pos, k_pos[..., n + f:], q_doc, k_doc[..., n + f:], W)
         mask = torch.cat([old.expand(B, N, L, n), sink.expand(B, N, L, f), band], -1).flatten(0, 1)
-        bias = mask if how.slopes is None else distance_bias(q_pos[..., 0].flatten(0, 1), k_pos[:, :, 0].flatten(0, 1), how.slopes)
-        return mask[:, None], bias
+        bias = None if how.slopes is None else distance_bias(q_pos[..., 0].flatten(0, 1), k_pos[:, :, 0].flatten(0, 1), how.slopes)
+        return opened(mask[:, None], bias, q.dtype)
 
-    mask, bias = at.once(("band", keys.name, W, how.sinks), make)
+    mask, empty = at.once(("band", keys.name, W, how.sinks, q.dtype), make)
     q = own(q.transpose(1, 2)).flatten(0, 1).transpose(1, 2)               # (B N, H, L, D)
     k, v = (reached(t.transpose(1, 2)).flatten(0, 1).transpose(1, 2) for t in (k, v))
-    y = masked(q, k, v, mask, None if how.slopes is None else bias, how)
+    y = fused(q, k, v, mask, how).masked_fill(empty, 0)
     return y.transpose(1, 2).reshape(B, N * L, H, -1)[:, :T].transpose(1, 2)
 
 
@@ -231,8 +246,8 @@ def flex(q: Tensor, k: Tensor, v: Tensor, at: Positions, keys: Keys, how: How) -
         return s if how.slopes is None else s - how.slopes[h] * (q_pos[b, i] - k_pos[b, j]).clamp(min=0)
 
     def blocks() -> BlockMask:
-        heads = None if keep is None else q.shape[1]
-        return create_block_mask(mask, q.shape[0], heads, q.shape[2], k.shape[2], device=str(q.device))
+        B = None if at.plain and keep is None else q.shape[0]        # one mask for rows that are alike
+        return create_block_mask(mask, B, None if keep is None else q.shape[1], q.shape[2], k.shape[2], device=str(q.device))
 
     block_mask = at.once(("flex", keys.name, how.window, how.sinks, how.causal), blocks) if keep is None else blocks()
     run: Callable = flex_attention

@@ -14,6 +14,6 @@ def nll_sum(logits: Tensor, targets: Tensor) -> Tensor:
     return F.cross_entropy(logits.float().flatten(0, 1), targets.flatten(), ignore_index=IGNORE, reduction="sum")
 
 
-def valid(targets: Tensor) -> Tensor:
+def count_valid(targets: Tensor) -> Tensor:
     """How many targets count, as a float32 tensor; at least 1, so that it divides."""
     return (targets != IGNORE).sum().clamp(min=1).to(torch.float32)

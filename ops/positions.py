@@ -1,4 +1,4 @@
-"""Where the new tokens stand. GPT.forward makes one Positions a call; every layer reads it; what is derived is derived once.
+"""Where the new tokens stand. GPT.hidden makes one Positions a call; every layer reads it; what is derived is derived once.
 
 `pos` (B, T) says everything: 0 begins a document, -1 is padding (only before or after a row's tokens, never between),
 anything else goes on from the token before it. None: one document a row, from 0 or from where the state left off.

@@ -149,11 +149,19 @@ def test_what_a_backend_cannot_do_falls_to_the_next_with_one_line(capsys):
     ("cuda", How(), True, torch.bfloat16, "sdpa"), ("cuda", How(window=8), True, torch.bfloat16, "flash"), ("cuda", How(window=8), True, torch.float32, "flex"),
     ("cuda", How(), False, torch.bfloat16, "flex"), ("cuda", How(softcap=1.0), True, torch.bfloat16, "flash"), ("cuda", How(dropout=0.1), False, torch.bfloat16, "sdpa"),
     ("cpu", How(window=8), True, torch.float32, "sdpa"), ("cpu", How(softcap=1.0), True, torch.float32, "reference"), ("mps", How(), False, torch.float32, "sdpa"),
-    ("cuda", How(need_weights=True), True, torch.bfloat16, "reference"),
+    ("cuda", How(need_weights=True), True, torch.bfloat16, "reference"), ("cuda", How(softcap=1.0, dropout=0.1), True, torch.bfloat16, "reference"),
+    ("cuda", How(slopes=torch.ones(1)), True, torch.float32, "flex"),
 ])
 def test_auto_takes_what_fits(monkeypatch, device, how, plain, dtype, want):
     monkeypatch.setattr(module, "HAS_FLASH", True)
-    assert choose("auto", device, dtype, how, plain) == want
+    assert choose("auto", device, dtype, 64, how, plain) == want
+
+
+def test_auto_stays_clear_of_kernels_limits(monkeypatch):
+    monkeypatch.setattr(module, "HAS_FLASH", True)
+    assert choose("auto", "cuda", torch.bfloat16, 8, How(window=4), plain=False) == "sdpa"
+    assert choose("auto", "cuda", torch.bfloat16, 512, How(window=4)) == "flex"
+    assert choose("auto", "cuda", torch.bfloat16, 64, How(window=4), grad=False) == "sdpa"
 
 
 @pytest.mark.parametrize("how", [{}, dict(window=5), dict(softcap=2.0), dict(slopes=CASES["alibi"]["slopes"]), dict(scale=0.3)])

@@ -8,7 +8,7 @@ from conftest import tiny
 
 from config import TrainConfig
 from engine import device as module
-from engine.device import autocast, keep_memory, peak_flops, peak_memory, pick_device, pick_dtype
+from engine.device import autocast, keep_memory, peak_flops, pick_device, pick_dtype
 from engine.log import Log, count, duration, memory_estimate, start_block
 
 CPU, CUDA, MPS = (torch.device(d) for d in ("cpu", "cuda", "mps"))
@@ -51,7 +51,8 @@ def test_devices(monkeypatch):
 
 @pytest.mark.parametrize("name, dtype, want", [
     ("NVIDIA H200", torch.bfloat16, 989e12), ("NVIDIA H100 PCIe", torch.bfloat16, 756e12), ("NVIDIA A100-SXM4-40GB", torch.bfloat16, 312e12),
-    ("NVIDIA L4", torch.bfloat16, 121e12), ("NVIDIA L40S", torch.bfloat16, 362e12), ("Tesla V100-SXM2", torch.bfloat16, None), ("Some New Card", torch.bfloat16, None),
+    ("NVIDIA L4", torch.bfloat16, 121e12), ("NVIDIA L40S", torch.bfloat16, 362e12), ("Tesla V100-SXM2", torch.bfloat16, None), ("Some New Card", torch.bfloat16, None), ("NVIDIA RTX A1000", torch.bfloat16, None),
+    ("NVIDIA GeForce RTX 4090", torch.bfloat16, 165e12), ("NVIDIA GeForce RTX 4090 Laptop GPU", torch.bfloat16, None), ("NVIDIA GH200 480GB", torch.bfloat16, 989e12),
 ])
 def test_mfu_is_against_the_devices_own_peak_or_left_out(monkeypatch, name, dtype, want):
     """P53."""
@@ -79,11 +80,11 @@ def test_the_start_block_says_what_will_run():
 def test_metrics_are_not_rounded_and_speed_leaves_the_first_step_out(tmp_path):
     log = Log(TrainConfig(out_dir=str(tmp_path), log_interval=2, max_iters=4), 0, 1e6, CPU, torch.float32)
     for i, seconds in enumerate((9.0, 0.5, 0.5, 0.5), 1):
-        log.step(i, 100, seconds, {"loss": torch.tensor(1 / 3), "lr": 1e-3})
+        log.step(i, 100, seconds, {"loss": 1 / 3, "lr": 1e-3})
     log.evaluation(4, {"val_loss": 0.123456789012}, "")
     log.close()
     lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
-    assert [m["iter"] for m in lines] == [2, 4, 4] and lines[0]["loss"] == float(torch.tensor(1 / 3)) and lines[2]["val_loss"] == 0.123456789012
+    assert [m["iter"] for m in lines] == [2, 4, 4] and lines[0]["loss"] == 1 / 3 and lines[2]["val_loss"] == 0.123456789012
     assert lines[0]["tokens_per_s"] == lines[1]["tokens_per_s"] == 200
 
 
@@ -94,6 +95,5 @@ def test_counts_and_durations_for_people():
 
 def test_memory_is_kept_and_measured():
     keep_memory()
-    assert peak_memory(CPU) > 1e7
     small, large = (memory_estimate(tiny(), TrainConfig(batch_size=b, block_size=64), torch.float32) for b in (1, 8))
     assert small < large < 8 * small

@@ -172,6 +172,7 @@ def test_the_first_slot_holds_the_first_key():
     ("attention(window='x')", "window='x' is no int"), ("attention(window=-1)", "window=-1 must be at least 0"), ("attention*0", "n >= 1"),
     ("attention(3)", "cannot read"), ("attention(window=__import__('os'))", "an option's value is a number"), ("attention(", "cannot read"), ("", "empty"),
     ("attention*3", "does not fit into n_layer=2"), ("attention(window=True)", "window=True is no int"),
+    ("attention(sinks=2)", "needs a window"), ("attention(window={[]: 1})", "an option's value is a number"), ("attention*2 attention", "does not fit"),
 ])
 def test_a_wrong_pattern_is_one_line_that_says_what_would_be_right(layers, message):
     with pytest.raises(ValueError) as e:

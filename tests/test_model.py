@@ -36,6 +36,14 @@ def test_every_option_is_exact_in_pieces_with_documents_and_padding(shape):
 
 
 @pytest.mark.parametrize("shape", SHAPES)
+def test_every_option_runs_in_bfloat16(shape):
+    model, x = tiny(**SHAPES[shape]), tokens(2, 50)
+    want, model = model(x), model.to(torch.bfloat16)
+    assert (model(x) - want).abs().mean() < 0.06 * want.abs().mean()
+    torch.testing.assert_close(fed(model, x, [1, 20, 29]), model(x), rtol=0.1, atol=0.1 * want.std().item())
+
+
+@pytest.mark.parametrize("shape", SHAPES)
 def test_every_option_matters(shape):
     """A field that is read by nobody would leave the logits as they are."""
     base, x = tiny(), tokens(2, 50)

@@ -22,7 +22,7 @@ class DemoConfig:
     """of them are printed"""
     max_new_tokens: int = 250
     """of each text"""
-    temperature: float = 0.8
+    temperature: float = 0.7
     """of the samples"""
     device: str = "auto"
     """auto, cpu, cuda, cuda:1, mps"""
@@ -69,7 +69,8 @@ def main(config: DemoConfig) -> dict[str, float]:
             corpus.update(words(tokenizer.decode(split.read(start, min(size + 64, len(split) - start)))))
     share = known_share(texts, corpus)
     unit = "character" if tokenizer.kind == "char" else "token"
-    print(f"validation loss {result['loss']:.4f} nats a {unit} ({result['bits_per_byte']:.3f} bits per byte)")
+    bits = "" if result["bits_per_byte"] is None else f" ({result['bits_per_byte']:.3f} bits per byte)"
+    print(f"validation loss {result['loss']:.4f} nats a {unit}{bits}")
     print(f"{share:.1%} of the {sum(len(words(t)) for t in texts)} sampled words occur in the corpus")
     return {"val_loss": result["loss"], "known_words": share}
 

@@ -8,7 +8,6 @@ input (the longest line of .jsonl must fit). Disk: 2 bytes a token (4 above 65,5
 
 from __future__ import annotations
 
-import codecs
 import hashlib
 import sys
 import tempfile
@@ -74,6 +73,7 @@ def prepare(options: Options) -> Path:
         raise ValueError("give --input: files, folders, patterns, or - for standard input")
     try:
         codecs.lookup(options.encoding)
+        "".encode(options.encoding)        # refuses codecs that are no text encodings, such as base64
     except LookupError:
         raise ValueError(f"--encoding={options.encoding}: there is no such encoding; utf-8, utf-16, latin-1 and cp1252 are usual") from None
     default = "text" if options.ids or options.tokenizer == "bpe" else f"text_{options.tokenizer}"
