@@ -8,6 +8,7 @@ input (the longest line of .jsonl must fit). Disk: 2 bytes a token (4 above 65,5
 
 from __future__ import annotations
 
+import codecs
 import hashlib
 import sys
 import tempfile
