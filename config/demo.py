@@ -1,4 +1,4 @@
-"""Shakespeare, by character: a GPT of 0.9 million parameters for two CPU cores, a laptop, or any GPU."""
+"""Shakespeare, by character: a GPT of 0.8 million parameters for two CPU cores, a laptop, or any GPU."""
 
 dataset = "shakespeare"
 

@@ -11,8 +11,10 @@ import sys
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
 from importlib import import_module
 from importlib.util import find_spec
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -109,10 +111,9 @@ def choose(backend: str, device: str, dtype: torch.dtype, D: int, how: How, plai
     return name
 
 
-def say_once(line: str, said: set[str] = set()) -> None:  # noqa: B006 - the default is the memory
-    if line not in said:
-        said.add(line)
-        print(line, file=sys.stderr)
+@cache    # which is what makes it once
+def say_once(line: str) -> None:
+    print(line, file=sys.stderr)
 
 
 # what every backend needs
@@ -120,7 +121,8 @@ def say_once(line: str, said: set[str] = set()) -> None:  # noqa: B006 - the def
 def see(at: Positions, keys: Keys, how: How) -> Tensor:
     """(B or 1, 1 or H, T, S) bool, made once a call for all layers that ask the same."""
     def make() -> Tensor:
-        q_pos, q_doc, k_pos, k_doc = at.pos[:, :, None], at.doc[:, :, None], keys.pos[:, None], keys.doc[:, None]
+        rows = slice(0, 1 if at.plain else None)     # plain rows are alike
+        q_pos, q_doc, k_pos, k_doc = at.pos[rows, :, None], at.doc[rows, :, None], keys.pos[rows, None], keys.doc[rows, None]
         return visible(q_pos, k_pos, q_doc, k_doc, how.window, how.sinks, how.causal)[:, None]
     mask = at.once(("see", keys.name, how.window, how.sinks, how.causal), make)
     return mask if how.keep is None else mask & how.keep
@@ -250,19 +252,18 @@ def flex(q: Tensor, k: Tensor, v: Tensor, at: Positions, keys: Keys, how: How) -
         return create_block_mask(mask, B, None if keep is None else q.shape[1], q.shape[2], k.shape[2], device=str(q.device))
 
     block_mask = at.once(("flex", keys.name, how.window, how.sinks, how.causal), blocks) if keep is None else blocks()
-    run: Callable = flex_attention
-    if q.device.type != "cpu" and not torch.compiler.is_compiling():
-        run = compiled_flex(flex_attention)
+    run: Any = flex_attention if q.device.type == "cpu" or torch.compiler.is_compiling() else compiled_flex()
     changes = how.softcap or how.slopes is not None
     if q.device.type == "cpu":
         warnings.filterwarnings("ignore", message="flex_attention called without torch.compile")   # compiling takes 17 s there, for nothing
     return run(q, k, v, score_mod=score if changes else None, block_mask=block_mask, scale=how.scale, enable_gqa=q.shape[1] != k.shape[1])
 
 
-def compiled_flex(flex_attention: Callable, memory: dict = {}) -> Callable:  # noqa: B006 - the default is the memory
-    if not memory:
-        memory[0] = torch.compile(flex_attention, dynamic=False)
-    return memory[0]
+@cache
+def compiled_flex() -> Callable:
+    """Uncompiled, flex_attention is slow and holds all scores at once."""
+    from torch.nn.attention.flex_attention import flex_attention
+    return torch.compile(flex_attention, dynamic=False)
 
 
 def flash(q: Tensor, k: Tensor, v: Tensor, at: Positions, keys: Keys, how: How) -> Tensor:
