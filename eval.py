@@ -17,8 +17,8 @@ class EvalConfig:
     """a run's folder, one of its steps, or a folder of runs (None: the newest run under out/); a run gives its best step"""
     dataset: str | None = None
     """a corpus under data/ or a prepared folder (None: the one it was trained on)"""
-    split: str = "val"
-    """val or train"""
+    split: Literal["val", "train"] = "val"
+    """which part of it"""
     block_size: int | None = None
     """tokens a window (None: the model's)"""
     batch_size: int = 16
@@ -68,7 +68,8 @@ def evaluate(config: EvalConfig) -> dict[str, Any]:
         known = y[y != IGNORE]
         tokens, size = tokens + len(known), size + int(lengths[known].sum())
     return {"checkpoint": str(step), "step": read_progress(step).iter, "split": config.split, "loss": nats / tokens,
-            "bits_per_byte": nats / math.log(2) / size if size else None, "tokens": tokens, "bytes": size}
+            "bits_per_byte": nats / math.log(2) / size if size else None, "tokens": tokens, "bytes": size,
+            "unit": "character" if tokenizer.kind == "char" else "token"}
 
 
 if __name__ == "__main__":
@@ -76,5 +77,5 @@ if __name__ == "__main__":
         result = evaluate(config)
         bits = "" if result["bits_per_byte"] is None else f", {result['bits_per_byte']:.4f} bits per byte"
         print(f"{result['checkpoint']}: step {result['step']}", file=sys.stderr)
-        size = f"{result['tokens']:,} tokens ({result['bytes']:,} bytes)"
-        print(f"{result['split']}: loss {result['loss']:.4f} nats a token{bits} over {size}")
+        size = f"{result['tokens']:,} {result['unit']}s" + (f" ({result['bytes']:,} bytes)" if result["bytes"] else "")
+        print(f"{result['split']}: loss {result['loss']:.4f} nats a {result['unit']}{bits} over {size}")

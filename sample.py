@@ -108,7 +108,7 @@ def encode(prompt: str, tokenizer: Tokenizer) -> list[int]:
 def show(config: SampleConfig, prompts: list[str], first_row: int, model: GPT, tokenizer: Tokenizer) -> None:
     """Prints the texts in order; those that are not yet their turn are written side by side with it, and wait."""
     texts = [Text(tokenizer, [as_utf8(s) for s in config.stop]) for _ in prompts]
-    waiting = list(prompts)                                # what each text has to print yet
+    waiting = [p + " " * (tokenizer.kind == "ids" and p != "") for p in prompts]    # what each text has to print yet
     turn = 0
 
     def print_ready(over: bool = False) -> None:

@@ -32,13 +32,13 @@ from model import GPT
 from ops.loss import count_valid
 
 
-def backward(run: Callable, x: Tensor, y: Tensor, rows: int, cast: Callable) -> Tensor:
-    """Adds the gradient of the mean loss over all valid targets of y (N, T), in micro-batches of so many rows -> that loss.
+def backward(run: Callable, x: Tensor, y: Tensor, batch_size: int, cast: Callable) -> Tensor:
+    """Adds the gradient of the mean loss over all valid targets of y (N, T), in micro-batches of batch_size rows -> that loss.
 
     The sum over valid targets divided by their number in all micro-batches: how the rows are cut changes nothing.
     """
     n, loss = count_valid(y), torch.zeros((), device=x.device)
-    for x_, y_ in zip(x.split(rows), y.split(rows), strict=True):
+    for x_, y_ in zip(x.split(batch_size), y.split(batch_size), strict=True):
         with cast():
             part = run(x_, y_) * (count_valid(y_) / n)
         part.backward()
@@ -72,6 +72,9 @@ def train(config: TrainConfig) -> Progress:
         if config.init_from in ("resume", "auto"):
             checkpoint.load_optimizer(step, model, optimizer)
             progress = checkpoint.read_progress(step)
+    if progress.iter >= config.max_iters and not config.eval_only:
+        say(f"{config.out_dir} is at step {progress.iter} of max_iters={config.max_iters}: raise --max_iters to go on")
+        return progress
     run = compiled(model, config.compile, device)
     say(start_block(model, config, device, dtype, len(corpus.split("train"))))
 
@@ -90,9 +93,6 @@ def train(config: TrainConfig) -> Progress:
     if config.eval_only:
         progress.val_loss = evaluate()
         say(f"validation loss {progress.val_loss:.4f} nats a token")
-        return progress
-    if progress.iter >= config.max_iters:
-        say(f"{config.out_dir} is already at step {progress.iter}: raise --max_iters to go on")
         return progress
 
     out = Path(config.out_dir or "out/default")

@@ -91,7 +91,8 @@ class GPTConfig:
 
 @dataclass
 class TrainConfig(GPTConfig):
-    """A training run: the model's fields and these."""
+    """A training run. A PRESET is a file of plain assignments, such as config/demo.py, or its bare name there (demo); flags come
+    after it. The fields of the model are listed first."""
 
     vocab_size: int = 0
     """tokens in the vocabulary (0: as many as the corpus's tokenizer has)"""

@@ -154,7 +154,7 @@ def describe(out: Path, meta: dict[str, Any]) -> str:
     text = f", {size / 1e6:.2f} MB of text, {size / max(1, sum(tokens.values())):.2f} bytes a token" if size else ""
     return (
         f"{tokens['train']:,} training and {tokens['val']:,} validation tokens, vocabulary {meta['vocab_size']:,} "
-        f"({meta['tokenizer']['kind']}){text} in {out}; next: python train.py --dataset {name}"
+        f"({meta['tokenizer']['kind']}){text} in {out}; next: python train.py config/demo.py --dataset {name} --out_dir out/{out.name}"
     )
 
 

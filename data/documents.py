@@ -7,7 +7,6 @@ import re
 from array import array
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from itertools import chain
 from typing import NamedTuple
 
 PIECE = 1 << 20            # characters of text that are encoded at once
@@ -32,6 +31,7 @@ class Survey:
     hash: str                # sha256 of keys and texts
     documents: int           # that are not empty
     bytes: int               # of UTF-8
+    sizes: array[int]        # bytes of each document
     places: array[int]       # of each document, empty ones too: 64 bits of the hash of its key
     low: int                 # least and greatest place of those that are not empty
     high: int
@@ -39,7 +39,7 @@ class Survey:
 
 def survey(documents: Documents) -> Survey:
     """Read everything once. ValueError if there is no text."""
-    whole, places, count, total, low, high = hashlib.sha256(), array("Q"), 0, 0, 1 << 64, -1
+    whole, places, sizes, count, total, low, high = hashlib.sha256(), array("Q"), array("Q"), 0, 0, 1 << 64, -1
     for document in documents():
         text, size = hashlib.sha256(), 0
         for chunk in document.chunks:
@@ -50,11 +50,12 @@ def survey(documents: Documents) -> Survey:
         key = hashlib.sha256(document.key.encode("utf-8")) if document.key else text
         place = int.from_bytes(key.digest()[:8], "big")
         places.append(place)
+        sizes.append(size)
         if size:
             count, total, low, high = count + 1, total + size, min(low, place), max(high, place)
     if not count:
         raise ValueError("there is no text in the input: nothing to prepare")
-    return Survey(whole.hexdigest(), count, total, places, low, high)
+    return Survey(whole.hexdigest(), count, total, sizes, places, low, high)
 
 
 def cut(chunks: Iterable[str], size: int = PIECE) -> Iterator[str]:
@@ -91,9 +92,12 @@ def _last_cut(text: str, size: int) -> int:
 
 
 def pieces(documents: Documents, found: Survey, val_fraction: float) -> Iterator[Piece]:
-    """(split, whether a document begins, text): whole documents by the hash of their key, a single one by its bytes."""
-    if found.documents == 1:
-        yield from split_document(chain.from_iterable(d.chunks for d in documents()), found.bytes, val_fraction)
+    """(split, whether a document begins, text): whole documents by the hash of their key; a single one, or a few long ones of
+    which not even one would be due to validation, by their ends."""
+    few, long = found.documents * val_fraction < 1, found.bytes * val_fraction > 100 * found.documents
+    if found.documents == 1 or (few and long):
+        for size, document in zip(found.sizes, documents(), strict=True):
+            yield from split_document(document.chunks, size, val_fraction)
         return
     if found.low == found.high:
         raise ValueError("all documents are the same: validation would be the training text")

@@ -49,6 +49,7 @@ def one_line_errors():
         yield
     except BrokenPipeError:                    # `| head` has seen enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+        raise SystemExit(0) from None
     except (ValueError, OSError, ModuleNotFoundError) as e:
         fail(e)
     except RuntimeError as e:
@@ -165,4 +166,5 @@ def run_tyro(cls: type[T], flags: list[str], prog: str, default: T) -> T:
             raise
     lines = [line.strip("│╭╮╰╯─-| ") for line in boxed.getvalue().splitlines()][1:]     # the first is the box's title
     words = " ".join(takewhile(bool, dropwhile(lambda line: not line, lines)))
-    fail(re.sub(r"^Error parsing [A-Z]\w+: ", "", words))
+    words = re.sub(r"^Error parsing ([A-Z]\w+: )?", "", words)
+    fail(re.sub(r"(invalid literal for (int)\(\) with base 10|could not convert string to (float)): (.*)", r"\4 is no \2\3", words))

@@ -6,6 +6,7 @@ import contextlib
 import json
 import os
 import sys
+import textwrap
 import time
 from collections.abc import Iterator
 from dataclasses import asdict
@@ -67,14 +68,8 @@ def start_block(model: GPT, config: TrainConfig, device: torch.device, dtype: to
     backends = ", ".join(dict.fromkeys(b.mixer.backend(device.type, dtype, True) for b in model.blocks))  # type: ignore[operator,union-attr]
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else f"{device.type}, {torch.get_num_threads()} threads"
     saves = f"after every {config.eval_interval} steps, at the end, and on Ctrl-C"
-    settings: list[str] = []
-    line = ""
-    for key, value in asdict(config).items():
-        if len(line) + len(f"{key}={value}") > 110:
-            settings, line = [*settings, line], ""
-        line += f"{key}={value!r} "
+    settings = textwrap.wrap(" ".join(f"{key}={value!r}" for key, value in asdict(config).items()), 110, break_on_hyphens=False)
     return "\n".join([
-        *[f"  {s}" for s in [*settings, line]],
         f"parameters   {count(total)} ({', '.join(f'{what} {count(n).strip()}' for what, n in parameter_table(model))})",
         f"device       {name}; products in {str(dtype).removeprefix('torch.')}; attention by {backends}",
         f"a step       {config.batch_size} rows x {config.gradient_accumulation_steps} x {config.block_size} = {per_step:,} tokens, "
@@ -83,6 +78,7 @@ def start_block(model: GPT, config: TrainConfig, device: torch.device, dtype: to
         f"{per_step * config.max_iters / max(1, tokens_per_epoch):.2g} epochs of {count(tokens_per_epoch)}",
         f"memory       about {memory_estimate(model, config, dtype) / 2**30:.2g} GiB beside torch itself",
         f"saved        {config.out_dir}, {saves}",
+        f"settings     {settings[0]}", *[f"             {s}" for s in settings[1:]],
     ])
 
 
@@ -142,8 +138,9 @@ class Log:
             clock = time.strftime("%H:%M", time.localtime(time.time() + left))
             say(f"the run will take about {duration(left)} more (until {clock}), evaluations aside")
             self.told = True
-        if self.bar.disable and (i % (10 * self.config.log_interval) == 0):
-            say(f"step {i}/{self.config.max_iters}: {text}")
+        if self.bar.disable and i % (10 * self.config.log_interval) == 0:       # no terminal, no bar
+            more = f", {duration((self.config.max_iters - i) * tokens / rate)} left" if rate else ""
+            say(f"step {i}/{self.config.max_iters}: {text}{more}")
         self.tokens, self.seconds = 0, 0.0
 
     def evaluation(self, i: int, values: dict, remark: str) -> None:

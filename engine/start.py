@@ -7,6 +7,7 @@ from dataclasses import fields, replace
 from pathlib import Path
 
 from config import GPTConfig, TrainConfig
+from config.check import nearest
 from data.shards import Corpus
 from engine.checkpoint import find_step, read_config, read_tokenizer
 
@@ -30,8 +31,12 @@ def begin(config: TrainConfig, corpus: Corpus) -> tuple[TrainConfig, Path | None
         if (out / "latest").is_file():
             step = find_step(out, prefer="latest")
         elif config.init_from == "resume":
-            raise ValueError(f"nothing to resume in {out}: leave --init_from out, or say --init_from=auto")
+            older = sorted(str(p) for p in out.parent.glob(f"{out.name}.*") if (p / "latest").is_file())
+            aside = f" (older runs: {', '.join(older)})" if older else ""
+            raise ValueError(f"nothing to resume in {out}{aside}: leave --init_from out, or say --init_from=auto")
     elif config.init_from != "scratch":
+        if not Path(config.init_from).exists():
+            raise ValueError(f"init_from={config.init_from!r} is no checkpoint{nearest(config.init_from, ('scratch', 'resume', 'auto'))}")
         step = find_step(config.init_from)
     return (agree(config, step, corpus) if step else config), step
 

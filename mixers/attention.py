@@ -13,7 +13,7 @@ from config import GPTConfig
 from config.check import check_fields, check_range
 from mixers.mixer import Mixer
 from ops.attend import How, attend, choose
-from ops.positions import Positions
+from ops.positions import Keys, Positions
 from ops.rope import alibi_slopes, angles, inverse_frequencies, rotate
 
 
@@ -61,10 +61,10 @@ class Attention(Mixer):
             cos, sin = at.once(("rope", self.D), lambda: angles(at.pos, inverse_frequencies(self.D, self.cfg.rope_theta, x.device)))
             q, k = rotate(q, cos, sin, self.cfg.rope_layout), rotate(k, cos, sin, self.cfg.rope_layout)
         q, k = q.type_as(v), k.type_as(v)
-        y = self.attend(q, k, v, at) if state is None else self.attend_past(q, k, v, at, state["k"], state["v"])
+        y = self.attend_keys(q, k, v, at) if state is None else self.attend_past(q, k, v, at, state["k"], state["v"])
         return self.out(y.transpose(1, 2).reshape(B, T, self.H * self.D))
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, at: Positions, keys=None) -> Tensor:
+    def attend_keys(self, q: Tensor, k: Tensor, v: Tensor, at: Positions, keys: Keys | None = None) -> Tensor:
         slopes = at.once("slopes", lambda: torch.tensor(alibi_slopes(self.H), device=q.device)) if self.cfg.position == "alibi" else None
         return attend(q, k, v, at, keys=keys, backend=self.cfg.attention_backend, window=self.window, sinks=self.sinks,
                       slopes=slopes, softcap=self.cfg.attn_softcap, dropout=self.cfg.dropout if self.training else 0.0)
@@ -83,13 +83,13 @@ class Attention(Mixer):
             write()
             keys = at.keys_after(ring, sinks)
             n = keys.pos.shape[1]
-            return self.attend(q, K[:, :, :n].type_as(q), V[:, :, :n].type_as(q), at, keys)
+            return self.attend_keys(q, K[:, :, :n].type_as(q), V[:, :, :n].type_as(q), at, keys)
         if at.plain:
-            y = self.attend(q, k, v, at)
+            y = self.attend_keys(q, k, v, at)
         else:
             keys = at.keys_before(ring, sinks)
             n = keys.pos.shape[1] - T
-            y = self.attend(q, torch.cat([K[:, :, :n].type_as(k), k], 2), torch.cat([V[:, :, :n].type_as(v), v], 2), at, keys)
+            y = self.attend_keys(q, torch.cat([K[:, :, :n].type_as(k), k], 2), torch.cat([V[:, :, :n].type_as(v), v], 2), at, keys)
         write()
         return y
 

@@ -1,8 +1,8 @@
 """Exact softmax attention: full, windowed, over documents, with a past. The queries are the last T of the S keys.
 
-`reference` is the specification: float32, the only one with weights. The others are its equals to rounding, and what one
-cannot do falls to the next that can: sdpa (torch's fused kernels, every device), flex (flex_attention: any mask in blocks on
-CUDA), flash (the flash-attn package). "auto" takes the fastest that fits.
+`reference` is the specification: float32, the only one that returns the attention weights. The others are its equals to
+rounding, and what one cannot do falls to the next that can: sdpa (torch's fused kernels, every device), flex (flex_attention:
+any mask in blocks on CUDA), flash (the flash-attn package). "auto" takes the fastest that fits.
 """
 
 from __future__ import annotations
@@ -185,8 +185,8 @@ def fused(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, how: How, is_cau
 def products(q: Tensor, k: Tensor, v: Tensor, at: Positions, how: How) -> Tensor:
     """Two plain products and a softmax (computed in float32): what a CPU does fastest with short rows in bfloat16."""
     scale = q.shape[-1] ** -0.5 if how.scale is None else how.scale
-    hidden = at.once("later", lambda: torch.ones(q.shape[2], q.shape[2], dtype=torch.bool).triu(1))
-    w = (q * scale @ spread(k, q.shape[1]).mT).masked_fill(hidden, -torch.inf).softmax(-1, dtype=torch.float32).type_as(q)
+    later = at.once("later", lambda: torch.ones(q.shape[2], q.shape[2], dtype=torch.bool).triu(1))
+    w = (q * scale @ spread(k, q.shape[1]).mT).masked_fill(later, -torch.inf).softmax(-1, dtype=torch.float32).type_as(q)
     return F.dropout(w, how.dropout) @ spread(v, q.shape[1])
 
 
@@ -200,7 +200,10 @@ def opened(mask: Tensor, bias: Tensor | None, dtype: torch.dtype) -> tuple[Tenso
 
 def banded(q: Tensor, k: Tensor, v: Tensor, at: Positions, keys: Keys, how: How) -> Tensor:
     """A window in time and memory linear in T: blocks of queries, each with the slice of new keys that its window reaches,
-    the keys of the past, and the sinks among the new ones."""
+    the keys of the past, and the sinks among the new ones.
+
+    With T = 200, a window of 9 and no past: N = 4 blocks of L = 64 queries; block 1 holds queries 64 to 127 and keys 56 to 127.
+    """
     (B, H, T, _), n, W = q.shape, k.shape[2] - q.shape[2], how.window
     L, reach, f = max(W, BAND), W - 1, min(how.sinks, T)
     N = -(-T // L)

@@ -28,7 +28,7 @@ def derived(method: Callable[[Positions], Tensor]) -> Any:
 
 class Positions:
     """pos (B, T) or None; length (B,): where the next token of each row stands (None: nothing came before);
-    past: a bound on length that the host knows without asking the device."""
+    past: a bound on length that the host knows, so that slicing the cache needs no answer from the device."""
 
     def __init__(self, B: int, T: int, device: torch.device, pos: Tensor | None = None, length: Tensor | None = None, past: int = 0):
         self.given, self.past, self.memo = pos is not None, past, {}  # type: ignore[var-annotated]
@@ -72,8 +72,8 @@ class Positions:
         return torch.where(self.pos < 0, 0, 1 + torch.arange(T, device=self.pos.device)).amax(1)
 
     @derived
-    def length(self):
-        """(B,): how long the state's document is, read off the first token (a new document: 0)."""
+    def before(self):
+        """(B,): how many tokens of its document stand before each row's first: the state's length, or 0 where a document begins."""
         T = self.pos.shape[1]
         return self.pos.gather(1, self.first.clamp(max=T - 1)[:, None])[:, 0].clamp(min=0)
 
@@ -85,7 +85,10 @@ class Positions:
     # the cache: position p lives in slot p for the first `sinks`, then in a ring of `ring` slots. No positions are stored.
 
     def held(self, last: Tensor, ring: int, sinks: int, n: int) -> Tensor:
-        """(B, n): the positions in the first n slots once `last` (B,) is the newest; negative: nothing of this document."""
+        """(B, n): the positions in the first n slots once `last` (B,) is the newest; negative: nothing of this document.
+
+        With 2 sinks and a ring of 4, after 9 tokens (last = 8) the slots hold 0 1 | 6 7 8 5: position 6 took the place of 2.
+        """
         slot, last = torch.arange(n, device=self.pos.device), last[:, None]
         turned = last - sinks - (last - slot) % ring
         turned = torch.where(turned < 0, -1, turned + sinks)
@@ -110,7 +113,7 @@ class Positions:
         """What the filled slots held before this call, then the call's own tokens."""
         def make() -> Keys:
             n = min(sinks + ring, self.past)
-            held = self.held(self.length - 1, ring, sinks, n)
+            held = self.held(self.before - 1, ring, sinks, n)
             return Keys(("before", ring, sinks), torch.cat([held, self.pos], 1), torch.cat([torch.zeros_like(held), self.doc], 1))
         return self.once(("before", ring, sinks), make)
 
@@ -118,7 +121,7 @@ class Positions:
         """The filled slots once these tokens are written; they hold the last document alone."""
         def make() -> Keys:
             n = min(sinks + ring, self.past + self.pos.shape[1])
-            held = self.held(self.next(self.length) - 1, ring, sinks, n)
+            held = self.held(self.next(self.before) - 1, ring, sinks, n)
             return Keys(("after", ring, sinks), held, self.doc[:, -1:].expand_as(held))
         return self.once(("after", ring, sinks), make)
 

@@ -57,6 +57,15 @@ def test_a_single_document_is_cut_at_a_character(tmp_path):
         assert 0 <= len(text.encode()) * (1 - fraction) - len(train.encode()) < 4
 
 
+def test_a_few_long_documents_are_each_cut(tmp_path):
+    """Whole ones by hash could put most of the text into validation."""
+    texts = ["first line\n" * 3000, "second line\n" * 500, "third line\n" * 9000]
+    found = Corpus(build(tmp_path / "few", several(texts), "byte", val_fraction=0.05))
+    train, val = documents_of(found, "train"), documents_of(found, "val")
+    assert [a + b for a, b in zip(train, val)] == texts
+    assert all(len(b) == pytest.approx(0.05 * len(t), abs=1) for b, t in zip(val, texts))
+
+
 def test_val_documents_do_not_train_the_bpe(tmp_path):
     found = Corpus(build(tmp_path / "c", several(), "bpe", vocab_size=400, val_fraction=0.2))
     assert found.tokenizer.hash == train_bpe(documents_of(found, "train"), 400).hash

@@ -68,9 +68,8 @@ def main(config: DemoConfig) -> dict[str, float]:
         for start in range(0, len(split), size):       # 64 tokens over, for a word that the cut falls into
             corpus.update(words(tokenizer.decode(split.read(start, min(size + 64, len(split) - start)))))
     share = known_share(texts, corpus)
-    unit = "character" if tokenizer.kind == "char" else "token"
     bits = "" if result["bits_per_byte"] is None else f" ({result['bits_per_byte']:.3f} bits per byte)"
-    print(f"validation loss {result['loss']:.4f} nats a {unit}{bits}")
+    print(f"validation loss {result['loss']:.4f} nats a {result['unit']}{bits}")
     print(f"{share:.1%} of the {sum(len(words(t)) for t in texts)} sampled words occur in the corpus")
     return {"val_loss": result["loss"], "known_words": share}
 

@@ -38,7 +38,7 @@ class Options:
     val_fraction: float = 0.1
     """share of the text for validation: its end, or with --whole some plays"""
     out: str | None = None
-    """folder to write; by default data/shakespeare, or data/shakespeare_<tokenizer> for another tokenizer than char"""
+    """folder to write; by default data/shakespeare, with _whole and _<tokenizer> behind it for all plays and for another tokenizer"""
     workers: int = 0
     """threads that encode, 0 for all cores; the files are the same for any number"""
 
@@ -66,7 +66,8 @@ def prepare(options: Options) -> Path:
         for name, text in texts.items():
             yield Document(name, [text])
 
-    out = options.out or DATA / ("shakespeare" if options.tokenizer == "char" else f"shakespeare_{options.tokenizer}")
+    name = "shakespeare_whole" if options.whole else "shakespeare"
+    out = options.out or DATA / (name if options.tokenizer == "char" else f"{name}_{options.tokenizer}")
     return build(out, documents, options.tokenizer, options.vocab_size, options.val_fraction, options.workers)
 
 
