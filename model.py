@@ -129,7 +129,7 @@ class GPT(nn.Module):
         """
         with torch.no_grad() if state else contextlib.nullcontext():
             logits = self.logits(self.hidden(tokens, pos, state))
-            return logits if targets is None else nll_sum(logits, targets) / count_valid(targets)
+            return logits if targets is None else nll_sum(logits, targets) / count_valid(targets).clamp(min=1)
 
     def hidden(self, tokens: Tensor, pos: Tensor | None = None, state: State | None = None) -> Tensor:
         """What the head reads: (B, T, C). Its last column is all that the next token needs."""

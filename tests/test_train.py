@@ -19,6 +19,7 @@ from data.loader import FixedWindows
 from data.shards import Corpus
 from engine import checkpoint
 from engine.checkpoint import find_step, load_model, read_progress
+from engine.parallel import Ranks
 from train import backward, train
 
 
@@ -101,7 +102,7 @@ def test_cutting_the_rows_into_micro_batches_changes_nothing(masked):
     results = []
     for rows in (8, 4, 2, 1):
         model = tiny().train()
-        loss = backward(model, x, y, rows, contextlib.nullcontext)
+        loss = backward(model, x, y, rows, contextlib.nullcontext, Ranks("cpu"))
         results.append([loss, *(p.grad for p in model.parameters())])
     model = tiny().train()
     loss = torch.nn.functional.cross_entropy(model(x).flatten(0, 1), y.flatten(), ignore_index=-1)
