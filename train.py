@@ -26,15 +26,17 @@ from engine.checkpoint import Progress
 from engine.device import autocast, compiled, keep_memory, pick_dtype
 from engine.interrupt import Interrupt
 from engine.log import Log, start_block
-from engine.optim import learning_rate, make_optimizer
+from engine.optim import make_optimizer, set_learning_rate
 from engine.parallel import Ranks
 from engine.start import begin, make_room
 from mixers import pattern
 from model import GPT
 from ops.loss import count_valid
 
+SKIPS = 10   # steps in a row without a number after which a run gives up; float16 needs a few to find its scale
 
-def backward(run: Callable, x: Tensor, y: Tensor, rows: int, cast: Callable, ranks: Ranks) -> Tensor:
+
+def backward(run: Callable, x: Tensor, y: Tensor, rows: int, cast: Callable, ranks: Ranks, scale: Callable = lambda loss: loss) -> Tensor:
     """Adds the gradient of the mean loss over all valid targets of y (N, T), in micro-batches of so many rows -> that loss.
 
     The sum over the valid targets of all micro-batches and ranks, divided by their number: how the rows are cut changes nothing.
@@ -44,7 +46,7 @@ def backward(run: Callable, x: Tensor, y: Tensor, rows: int, cast: Callable, ran
         with ranks.sync(wanted=(i + 1) * rows >= len(x)):                                                    # DDP: no_sync but for the last
             with cast():
                 part = run(x_, y_) * (count_valid(y_) / n)
-            (part * ranks.size).backward()                                                                   # DDP: which takes the mean
+            scale(part * ranks.size).backward()                                                                 # DDP: which takes the mean
         loss += part.detach()
     return ranks.sum(loss)
 
@@ -72,11 +74,14 @@ def train(config: TrainConfig) -> Progress:
     model = GPT(config.model()).to(device)
     optimizer = make_optimizer(model, config)
     progress = Progress()
+    scaler = torch.amp.GradScaler(device.type, enabled=dtype == torch.float16)     # else it passes everything through
     if step:
         checkpoint.load_weights(model, step)
         if config.init_from in ("resume", "auto"):
             checkpoint.load_optimizer(step, model, optimizer)
             progress = checkpoint.read_progress(step)
+            if progress.scaler:
+                scaler.load_state_dict(progress.scaler)
     run = compiled(ranks.wrap(model), config.compile, device)
     ranks.say(start_block(model, config, device, dtype, len(corpus.split("train")), ranks.size))
 
@@ -105,22 +110,25 @@ def train(config: TrainConfig) -> Progress:
     if ranks.first:                          # DDP: one rank logs and saves
         make_room(out, resuming=progress.iter > 0)
     log = Log(config, progress.iter, model.flops_per_token(config.block_size) / ranks.size, device, dtype, ranks.first)
+    skipped = 0                              # steps in a row whose loss or gradient is no number
     with Interrupt() as stop:
         for i in range(progress.iter, config.max_iters):
             started = time.perf_counter()
             torch.manual_seed(config.seed + 7919 * (i + 1) + 104729 * ranks.rank)   # dropout by step: no generator's state to resume
-            lr = learning_rate(config, i)
-            for group in optimizer.param_groups:
-                group["lr"] = lr
+            lr = set_learning_rate(optimizer, config, i)
 
             batch = loader.batch(i).to(device)
-            loss = backward(run, batch[:, :-1], batch[:, 1:], config.batch_size, cast, ranks)
+            loss = backward(run, batch[:, :-1], batch[:, 1:], config.batch_size, cast, ranks, scaler.scale)
+            scaler.unscale_(optimizer)
             norm = torch.nn.utils.clip_grad_norm_(model.parameters(), config.grad_clip or float("inf"))
             values = {"loss": float(loss), "lr": lr, "grad_norm": float(norm)}
-            if not math.isfinite(values["loss"] + values["grad_norm"]):
-                raise ValueError(f"at step {i + 1} the loss is {loss} and the gradient's norm {norm}: lower --learning_rate; "
-                                 "what was saved is untouched")
-            optimizer.step()
+            skipped = 0 if math.isfinite(values["loss"] + values["grad_norm"]) else skipped + 1
+            if skipped == SKIPS:
+                raise ValueError(f"loss {loss} and gradient norm {norm} at step {i + 1}, the {SKIPS}th in a row that is no number: "
+                                 "lower --learning_rate; what was saved is untouched")
+            if not skipped:
+                scaler.step(optimizer)
+            scaler.update()
             optimizer.zero_grad(set_to_none=True)
 
             n = rows * config.block_size
@@ -131,15 +139,18 @@ def train(config: TrainConfig) -> Progress:
             last = i + 1 == config.max_iters
             if (i + 1) % config.eval_interval == 0 or last:
                 progress.val_loss = evaluate()
-                best = progress.best_val_loss is None or progress.val_loss < progress.best_val_loss
-                if best:
-                    progress.best_iter, progress.best_val_loss = i + 1, progress.val_loss
+                best = progress.note(progress.val_loss)
                 log.evaluation(i + 1, {"tokens": progress.tokens, "val_loss": progress.val_loss}, " (best)" if best else "")
+                last = last or 0 < config.patience <= progress.stale
             leave = ranks.any(bool(stop))    # DDP: all ranks or none
             if ranks.first and ((i + 1) % config.eval_interval == 0 or last or leave):
+                progress.scaler = scaler.state_dict() or None
                 checkpoint.save(out, model, optimizer, config, corpus.tokenizer, progress)
             if leave and not last:
                 ranks.say(f"{stop.name or 'stopped'}: saved step {i + 1} in {out}; go on with --init_from=resume and the same command")
+                break
+            if last and i + 1 < config.max_iters:
+                ranks.say(f"no better loss in {progress.stale} evaluations: the run ends; its best is step {progress.best_iter}")
                 break
     log.close()
     return progress

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import os
 import sys
 import time
@@ -76,7 +77,7 @@ def start_block(model: GPT, config: TrainConfig, device: torch.device, dtype: to
     return "\n".join([
         *[f"  {s}" for s in [*settings, line]],
         f"parameters   {count(total)} ({', '.join(f'{what} {count(n).strip()}' for what, n in parameter_table(model))})",
-        f"device       {f'{ranks} x ' if ranks > 1 else ''}{name}; products in {str(dtype).removeprefix('torch.')}; attention by {backends}",
+        f"device       {f'{ranks} x ' if ranks > 1 else ''}{name}; products in {str(dtype)[6:]}; attention by {backends}",
         f"a step       {config.batch_size} rows x {config.gradient_accumulation_steps} x {config.block_size} = {per_step:,} tokens, "
         f"{count(per_step * model.flops_per_token(config.block_size))}FLOP",
         f"the run      {config.max_iters:,} steps, {count(per_step * config.max_iters)}tokens, "
@@ -123,6 +124,7 @@ class Log:
         self.tokens, self.seconds, self.first, self.told = 0, 0.0, True, False
 
     def write(self, line: dict) -> None:
+        line = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in line.items()}    # JSON knows no NaN
         with open(self.path, "a", encoding="utf-8") as f:
             f.write(json.dumps(line) + "\n")
 
