@@ -49,6 +49,7 @@ class MLP(nn.Module):
         self.kind, gated = cfg.mlp, cfg.mlp == "swiglu"
         inner = cfg.n_inner or (-(-8 * cfg.n_embd // 96) * 32 if gated else 4 * cfg.n_embd)
         self.up = nn.Linear(cfg.n_embd, inner * (2 if gated else 1), bias=cfg.bias)        # swiglu's rows: all gate, all up
+        self.up.parts = [inner, inner] if gated else None   # type: ignore[assignment] # two matrices to Muon
         self.down = nn.Linear(inner, cfg.n_embd, bias=cfg.bias)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -129,7 +130,7 @@ class GPT(nn.Module):
         """
         with torch.no_grad() if state else contextlib.nullcontext():
             logits = self.logits(self.hidden(tokens, pos, state))
-            return logits if targets is None else nll_sum(logits, targets) / count_valid(targets)
+            return logits if targets is None else nll_sum(logits, targets) / count_valid(targets).clamp(min=1)
 
     def hidden(self, tokens: Tensor, pos: Tensor | None = None, state: State | None = None) -> Tensor:
         """What the head reads: (B, T, C). Its last column is all that the next token needs."""

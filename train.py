@@ -13,6 +13,7 @@ import math
 import time
 from collections.abc import Callable
 from functools import partial
+from itertools import islice
 from pathlib import Path
 
 import torch
@@ -22,28 +23,32 @@ from data.find import find
 from data.loader import FixedWindows, Loader
 from engine import checkpoint
 from engine.checkpoint import Progress
-from engine.device import autocast, compiled, keep_memory, pick_device, pick_dtype
+from engine.device import autocast, compiled, keep_memory, pick_dtype
 from engine.interrupt import Interrupt
-from engine.log import Log, say, start_block
-from engine.optim import learning_rate, make_optimizer
+from engine.log import Log, start_block
+from engine.optim import make_optimizer, set_learning_rate
+from engine.parallel import Ranks
 from engine.start import begin, make_room
 from mixers import pattern
 from model import GPT
 from ops.loss import count_valid
 
+SKIPS = 10   # steps in a row without a number after which a run gives up; float16 needs a few to find its scale
 
-def backward(run: Callable, x: Tensor, y: Tensor, batch_size: int, cast: Callable) -> Tensor:
+
+def backward(run: Callable, x: Tensor, y: Tensor, batch_size: int, cast: Callable, ranks: Ranks, scale: Callable) -> Tensor:
     """Adds the gradient of the mean loss over all valid targets of y (N, T), in micro-batches of batch_size rows -> that loss.
 
-    The sum over valid targets divided by their number in all micro-batches: how the rows are cut changes nothing.
+    The sum over the valid targets of all micro-batches and ranks, divided by their number: how the rows are cut changes nothing.
     """
-    n, loss = count_valid(y), torch.zeros((), device=x.device)
-    for x_, y_ in zip(x.split(batch_size), y.split(batch_size), strict=True):
-        with cast():
-            part = run(x_, y_) * (count_valid(y_) / n)
-        part.backward()
+    n, loss = ranks.sum(count_valid(y)).clamp(min=1), torch.zeros((), device=x.device)           # DDP: of all ranks
+    for i, (x_, y_) in enumerate(zip(x.split(batch_size), y.split(batch_size), strict=True)):
+        with ranks.sync(wanted=(i + 1) * batch_size >= len(x)):                                  # DDP: no_sync but for the last
+            with cast():
+                part = run(x_, y_) * (count_valid(y_) / n)
+            scale(part * ranks.size).backward()                                                  # DDP: which averages over ranks
         loss += part.detach()
-    return loss
+    return ranks.sum(loss)
 
 
 def train(config: TrainConfig) -> Progress:
@@ -51,15 +56,17 @@ def train(config: TrainConfig) -> Progress:
     require_torch()
     pattern(config)                          # the words in `layers`, before anything is read or written
     keep_memory()
-    device = pick_device(config.device)
+    ranks = Ranks(config.device)             # DDP
+    device = ranks.device
 
     # data: windows by arithmetic on (seed, step), so that the step alone is the position in it
-    corpus = find(config.dataset)
+    with ranks.in_turn():                    # DDP: the first prepares, if need be
+        corpus = find(config.dataset)
     config, step = begin(config, corpus)     # what init_from says
     dtype = pick_dtype(config.dtype, device, config.n_embd)
     cast = partial(autocast, device, dtype)
     rows = config.batch_size * config.gradient_accumulation_steps
-    loader = Loader(corpus.split("train"), config.block_size, rows, config.seed)
+    loader = Loader(corpus.split("train"), config.block_size, rows, config.seed, ranks.rank, ranks.size)
     val = FixedWindows(corpus.split("val"), config.block_size, config.batch_size, config.eval_iters or None)
 
     # model and optimizer
@@ -67,56 +74,64 @@ def train(config: TrainConfig) -> Progress:
     model = GPT(config.model()).to(device)
     optimizer = make_optimizer(model, config)
     progress = Progress()
+    scaler = torch.amp.GradScaler(device.type, enabled=dtype == torch.float16)     # else it passes everything through
     if step:
         checkpoint.load_weights(model, step)
         if config.init_from in ("resume", "auto"):
             checkpoint.load_optimizer(step, model, optimizer)
             progress = checkpoint.read_progress(step)
+            if progress.scaler:
+                scaler.load_state_dict(progress.scaler)
     if progress.iter >= config.max_iters and not config.eval_only:
-        say(f"{config.out_dir} is at step {progress.iter} of max_iters={config.max_iters}: raise --max_iters to go on")
+        ranks.say(f"{config.out_dir} is at step {progress.iter} of max_iters={config.max_iters}: raise --max_iters to go on")
         return progress
-    run = compiled(model, config.compile, device)
-    say(start_block(model, config, device, dtype, len(corpus.split("train"))))
+    run = compiled(ranks.wrap(model), config.compile, device)
+    ranks.say(start_block(model, config, device, dtype, len(corpus.split("train")), ranks.size))
 
     @torch.no_grad()
     def evaluate() -> float:
         """Mean loss over the validation windows, without dropout, touching nothing of the training."""
         model.eval()
-        total = n = torch.zeros((), device=device)
-        for x, y in val:
+        total, n = torch.zeros(2, device=device)
+        for x, y in islice(val, ranks.rank, None, ranks.size):
             x, y = x.to(device), y.to(device)
             with cast():
                 total, n = total + run(x, y) * count_valid(y), n + count_valid(y)
         model.train()
+        total, n = ranks.sum(torch.stack([total, n]))
         return float(total / n)
 
     if config.eval_only:
         progress.val_loss = evaluate()
-        say(f"validation loss {progress.val_loss:.4f} nats a token")
+        ranks.say(f"validation loss {progress.val_loss:.4f} nats a token")
         return progress
 
     out = Path(config.out_dir or "out/default")
-    make_room(out, resuming=progress.iter > 0)
-    log = Log(config, progress.iter, model.flops_per_token(config.block_size), device, dtype)
+    if ranks.first:                          # DDP: one rank logs and saves
+        make_room(out, resuming=progress.iter > 0)
+    log = Log(config, progress.iter, model.flops_per_token(config.block_size) / ranks.size, device, dtype, ranks.first)
+    skipped = 0                              # steps in a row whose loss or gradient is no number
     with Interrupt() as stop:
         for i in range(progress.iter, config.max_iters):
             started = time.perf_counter()
-            torch.manual_seed(config.seed + 7919 * (i + 1))     # dropout is a function of the step: resuming needs no generator's state
-            lr = learning_rate(config, i)
-            for group in optimizer.param_groups:
-                group["lr"] = lr
+            torch.manual_seed(config.seed + 7919 * (i + 1) + 104729 * ranks.rank)   # dropout by step: no generator's state to resume
+            lr = set_learning_rate(optimizer, config, i)
 
             batch = loader.batch(i).to(device)
-            loss = backward(run, batch[:, :-1], batch[:, 1:], config.batch_size, cast)
+            loss = backward(run, batch[:, :-1], batch[:, 1:], config.batch_size, cast, ranks, scaler.scale)
+            scaler.unscale_(optimizer)
             norm = torch.nn.utils.clip_grad_norm_(model.parameters(), config.grad_clip or float("inf"))
             values = {"loss": float(loss), "lr": lr, "grad_norm": float(norm)}
-            if not math.isfinite(values["loss"] + values["grad_norm"]):
-                raise ValueError(f"at step {i + 1} the loss is {loss} and the gradient's norm {norm}: lower --learning_rate; "
-                                 "what was saved is untouched")
-            optimizer.step()
+            skipped = 0 if math.isfinite(values["loss"] + values["grad_norm"]) else skipped + 1
+            if skipped == SKIPS:
+                raise ValueError(f"loss {loss} and gradient norm {norm} at step {i + 1}, the {SKIPS}th in a row that is no number: "
+                                 "lower --learning_rate; what was saved is untouched")
+            if not skipped:
+                scaler.step(optimizer)
+            scaler.update()
             optimizer.zero_grad(set_to_none=True)
 
-            n = batch[:, 1:].numel()
+            n = rows * config.block_size
             progress.iter, progress.tokens = i + 1, progress.tokens + n
             log.step(i + 1, n, time.perf_counter() - started, {"tokens": progress.tokens, **values})
 
@@ -124,14 +139,18 @@ def train(config: TrainConfig) -> Progress:
             last = i + 1 == config.max_iters
             if (i + 1) % config.eval_interval == 0 or last:
                 progress.val_loss = evaluate()
-                best = progress.best_val_loss is None or progress.val_loss < progress.best_val_loss
-                if best:
-                    progress.best_iter, progress.best_val_loss = i + 1, progress.val_loss
+                best = progress.note(progress.val_loss)
                 log.evaluation(i + 1, {"tokens": progress.tokens, "val_loss": progress.val_loss}, " (best)" if best else "")
-            if (i + 1) % config.eval_interval == 0 or last or stop:
-                saved = checkpoint.save(out, model, optimizer, config, corpus.tokenizer, progress)
-            if stop and not last:
-                say(f"{stop.name}: saved {saved}; go on with --init_from=resume and the same command")
+                last = last or 0 < config.patience <= progress.stale
+            leave = ranks.any(bool(stop))    # DDP: all ranks or none
+            if ranks.first and ((i + 1) % config.eval_interval == 0 or last or leave):
+                progress.scaler = scaler.state_dict() or None
+                checkpoint.save(out, model, optimizer, config, corpus.tokenizer, progress)
+            if leave and not last:
+                ranks.say(f"{stop.name or 'stopped'}: saved step {i + 1} in {out}; go on with --init_from=resume and the same command")
+                break
+            if last and i + 1 < config.max_iters:
+                ranks.say(f"no better loss in {progress.stale} evaluations: the run ends; its best is step {progress.best_iter}")
                 break
     log.close()
     return progress

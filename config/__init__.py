@@ -110,8 +110,12 @@ class TrainConfig(GPTConfig):
     """micro-batches a step: the global batch is batch_size times this"""
     max_iters: int = 2000
     """optimizer steps"""
+    optimizer: Literal["adamw", "muon"] = "adamw"
+    """muon: Muon for the hidden matrices, AdamW for embeddings, head and vectors"""
     learning_rate: float = 1e-3
-    """the highest"""
+    """AdamW's highest"""
+    muon_lr: float = 0.02
+    """Muon's highest; it follows the same course"""
     min_lr: float | None = None
     """the last (None: a tenth of learning_rate)"""
     warmup_iters: int = 100
@@ -124,6 +128,8 @@ class TrainConfig(GPTConfig):
     """share of the steps over which wsd decays"""
     weight_decay: float = 0.1
     """AdamW's, on matrices only"""
+    muon_momentum: float = 0.95
+    """Muon's, reached after 300 steps from 0.85"""
     beta1: float = 0.9
     """AdamW's memory of gradients"""
     beta2: float = 0.95
@@ -138,8 +144,10 @@ class TrainConfig(GPTConfig):
     """steps between lines of metrics.jsonl"""
     device: str = "auto"
     """auto, cpu, cuda, cuda:1, mps"""
-    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     """of the matrix products; weights and optimizer are float32 always (auto: bfloat16 where the processor gains by it)"""
+    patience: int = 0
+    """evaluations without a better loss after which the run ends (0: never)"""
     compile: bool | None = None
     """torch.compile (None: on CUDA)"""
     seed: int = 1337
@@ -147,11 +155,12 @@ class TrainConfig(GPTConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for name in ["batch_size", "gradient_accumulation_steps", "learning_rate", "eval_interval", "log_interval", "lr_decay_iters"]:
+        for name in ["batch_size", "gradient_accumulation_steps", "learning_rate", "muon_lr", "eval_interval", "log_interval",
+                     "lr_decay_iters"]:
             check_range(self, name, above=0)
-        for name in ["max_iters", "min_lr", "warmup_iters", "weight_decay", "grad_clip", "eval_iters"]:
+        for name in ["max_iters", "patience", "min_lr", "warmup_iters", "weight_decay", "grad_clip", "eval_iters"]:
             check_range(self, name, least=0)
-        for name in ("beta1", "beta2"):
+        for name in ("beta1", "beta2", "muon_momentum"):
             check_range(self, name, least=0, below=1)
         check_range(self, "wsd_decay", least=0, most=1)
         check_range(self, "seed", least=0, most=2**32 - 1)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import os
 import shutil
 from collections.abc import Iterator
@@ -33,6 +34,16 @@ class Progress:
     val_loss: float | None = None     # of the last evaluation
     best_iter: int | None = None
     best_val_loss: float | None = None
+    stale: int = 0                    # evaluations since the best
+    scaler: dict | None = None        # float16's loss scale, and what it remembers
+
+    def note(self, val_loss: float) -> bool:
+        """Whether this is the best so far; a loss that is no number never is."""
+        best = val_loss < (math.inf if self.best_val_loss is None else self.best_val_loss)
+        if best:
+            self.best_iter, self.best_val_loss = self.iter, val_loss
+        self.stale = 0 if best else self.stale + 1
+        return best
 
 
 def save(out_dir: Path, model: GPT, optimizer: torch.optim.Optimizer, config: GPTConfig, tokenizer: Tokenizer, progress: Progress) -> Path:
@@ -92,8 +103,11 @@ def load_optimizer(step: Path, model: GPT, optimizer: torch.optim.Optimizer) -> 
     """The inverse, strictly: every parameter has its moments and its step."""
     with damage_is_one_line(step):
         tensors = load_file(step / "optimizer.safetensors")
-        for name, p in model.named_parameters():
-            optimizer.state[p] = {key: tensors[f"{name}.{key}"].to(p.device) for key in ("step", "exp_avg", "exp_avg_sq")}
+        named = {p: name for name, p in model.named_parameters()}
+        for part in getattr(optimizer, "optimizers", [optimizer]):
+            keys = ("step", "exp_avg", "exp_avg_sq") if isinstance(part, torch.optim.AdamW) else ("step", "momentum_buffer")
+            for p in (p for group in part.param_groups for p in group["params"]):
+                part.state[p] = {key: tensors[f"{named[p]}.{key}"].to(p.device) for key in keys}
 
 
 def find_step(path: str | Path | None, prefer: str = "best") -> Path:

@@ -34,18 +34,30 @@ def pick_device(name: str) -> torch.device:
 
 
 def pick_dtype(name: str, device: torch.device, n_embd: int) -> torch.dtype:
-    """bfloat16 where the processor has it in hardware and the matrices are wide enough to gain; else float32, with one line
-    where bfloat16 was asked for and is not to be had."""
-    if device.type == "cuda":
-        has = torch.cuda.is_bf16_supported(including_emulation=False)
-        gains = has
-    elif device.type == "mps":
-        has, gains = True, False
-    else:
-        has, gains = True, cpu_multiplies_bf16() and n_embd >= 128      # below, casts cost more than the products gain
-    if name == "bfloat16" and not has:
-        print(f"{torch.cuda.get_device_name(device)} has no bfloat16: float32 takes its place", file=sys.stderr)
-    return torch.bfloat16 if has and (name == "bfloat16" or (name == "auto" and gains)) else torch.float32
+    """What the device multiplies in. auto is bfloat16 where it has that in hardware and the matrices are wide enough to gain,
+    float16 on older CUDA, float32 elsewhere. What is asked for and not to be had falls to the next best, with one line:
+
+                 CUDA, Ampere on    CUDA before     MPS              CPU
+    bfloat16     yes                float16         yes              yes
+    float16      yes                yes             float32 (it has  bfloat16, or float32 where
+                                                    no scaler)       that is not in hardware
+    """
+    on_cuda, on_cpu = device.type == "cuda", device.type == "cpu"
+    has_bf16 = torch.cuda.is_bf16_supported(including_emulation=False) if on_cuda else not on_cpu or cpu_multiplies_bf16()
+    if name == "auto":
+        if on_cuda:
+            return torch.bfloat16 if has_bf16 else torch.float16
+        return torch.bfloat16 if on_cpu and has_bf16 and n_embd >= 128 else torch.float32    # narrower, casts cost more than is gained
+    if name == "bfloat16" and on_cuda and not has_bf16:
+        return instead(name, "float16", torch.cuda.get_device_name(device))
+    if name == "float16" and not on_cuda:
+        return instead(name, "bfloat16" if on_cpu and has_bf16 else "float32", "this processor" if on_cpu else "MPS")
+    return getattr(torch, name)
+
+
+def instead(asked: str, got: str, where: str) -> torch.dtype:
+    print(f"{where} does not train in {asked}: {got} takes its place", file=sys.stderr)
+    return getattr(torch, got)
 
 
 def cpu_multiplies_bf16() -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import os
 import sys
 import textwrap
@@ -61,7 +62,7 @@ def duration(seconds: float) -> str:
     return f"{m // 60} h {m % 60:02d} min" if m >= 60 else f"{m} min {s:02d} s" if m else f"{s} s"
 
 
-def start_block(model: GPT, config: TrainConfig, device: torch.device, dtype: torch.dtype, tokens_per_epoch: int) -> str:
+def start_block(model: GPT, config: TrainConfig, device: torch.device, dtype: torch.dtype, tokens_per_epoch: int, ranks: int = 1) -> str:
     """The effective configuration and what the run will take, before it starts."""
     per_step = config.batch_size * config.gradient_accumulation_steps * config.block_size
     total = sum(p.numel() for p in model.parameters())
@@ -71,7 +72,7 @@ def start_block(model: GPT, config: TrainConfig, device: torch.device, dtype: to
     settings = textwrap.wrap(" ".join(f"{key}={value!r}" for key, value in asdict(config).items()), 110, break_on_hyphens=False)
     return "\n".join([
         f"parameters   {count(total)} ({', '.join(f'{what} {count(n).strip()}' for what, n in parameter_table(model))})",
-        f"device       {name}; products in {str(dtype).removeprefix('torch.')}; attention by {backends}",
+        f"device       {f'{ranks} x ' if ranks > 1 else ''}{name}; products in {str(dtype)[6:]}; attention by {backends}",
         f"a step       {config.batch_size} rows x {config.gradient_accumulation_steps} x {config.block_size} = {per_step:,} tokens, "
         f"{count(per_step * model.flops_per_token(config.block_size))}FLOP",
         f"the run      {config.max_iters:,} steps, {count(per_step * config.max_iters)}tokens, "
@@ -102,9 +103,13 @@ def say(text: str) -> None:
 
 class Log:
     """metrics.jsonl, a line a `log_interval` and an evaluation, nothing rounded; for people a progress bar, or lines where there is
-    no terminal. A resumed run keeps its lines up to the step that it goes on from."""
+    no terminal. A resumed run keeps its lines up to the step that it goes on from. Not `shown` (another rank shows): nothing."""
 
-    def __init__(self, config: TrainConfig, start: int, flops_per_token: float, device: torch.device, dtype: torch.dtype):
+    def __init__(self, config: TrainConfig, start: int, flops_per_token: float, device: torch.device, dtype: torch.dtype,
+                 shown: bool = True):
+        self.shown = shown
+        if not shown:
+            return
         self.config, self.flops, self.peak = config, flops_per_token, peak_flops(device, dtype)
         self.path = Path(config.out_dir or ".") / "metrics.jsonl"
         kept = [line for line in old_lines(self.path) if line["iter"] <= start] if start else []
@@ -115,11 +120,14 @@ class Log:
         self.tokens, self.seconds, self.first, self.told = 0, 0.0, True, False
 
     def write(self, line: dict) -> None:
+        line = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in line.items()}    # JSON knows no NaN
         with open(self.path, "a", encoding="utf-8") as f:
             f.write(json.dumps(line) + "\n")
 
     def step(self, i: int, tokens: int, seconds: float, values: dict) -> None:
         """After optimizer step i (counted from 1) of so many tokens and seconds; `values` are logged as they are."""
+        if not self.shown:
+            return
         self.bar.update(1)
         if self.first:                     # compilation, first touches: not the speed of the run
             self.first = False
@@ -144,8 +152,11 @@ class Log:
         self.tokens, self.seconds = 0, 0.0
 
     def evaluation(self, i: int, values: dict, remark: str) -> None:
+        if not self.shown:
+            return
         self.write({"iter": i, **values})
         say(f"step {i}: validation loss {values['val_loss']:.4f}{remark}")
 
     def close(self) -> None:
-        self.bar.close()
+        if self.shown:
+            self.bar.close()

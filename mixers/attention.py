@@ -48,6 +48,7 @@ class Attention(Mixer):
         if self.rope and self.D % 2:
             raise ValueError(f"layers: attention(rope=True) turns pairs of channels, and head_dim={self.D} is odd")
         self.qkv = nn.Linear(cfg.n_embd, (self.H + 2 * self.G) * self.D, bias=cfg.bias)   # rows: all q, all k, all v
+        self.qkv.parts = [self.H * self.D, self.G * self.D, self.G * self.D]   # type: ignore[assignment] # three matrices to Muon
         self.out = nn.Linear(self.H * self.D, cfg.n_embd, bias=cfg.bias)
         if cfg.qk_norm:
             self.q_norm, self.k_norm = nn.RMSNorm(self.D, eps=cfg.norm_eps), nn.RMSNorm(self.D, eps=cfg.norm_eps)

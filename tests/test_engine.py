@@ -21,17 +21,21 @@ def fake_cuda(monkeypatch, name: str, bf16: bool) -> None:
     monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation=True: bf16)
 
 
+F32, BF16, F16 = torch.float32, torch.bfloat16, torch.float16
+
+
 @pytest.mark.parametrize("asked, device, width, hardware, want", [
-    ("auto", CPU, 128, False, torch.float32), ("auto", CPU, 768, False, torch.float32), ("auto", CPU, 768, True, torch.bfloat16), ("auto", CPU, 64, True, torch.float32),
-    ("bfloat16", CPU, 64, False, torch.bfloat16), ("float32", CPU, 768, True, torch.float32), ("auto", CUDA, 64, True, torch.bfloat16), ("auto", CUDA, 768, False, torch.float32),
-    ("bfloat16", CUDA, 768, False, torch.float32), ("auto", MPS, 768, True, torch.float32), ("bfloat16", MPS, 768, True, torch.bfloat16),
+    ("auto", CPU, 768, False, F32), ("auto", CPU, 768, True, BF16), ("auto", CPU, 64, True, F32), ("auto", CUDA, 64, True, BF16), ("auto", CUDA, 768, False, F16), ("auto", MPS, 768, True, F32),
+    ("bfloat16", CPU, 64, False, BF16), ("bfloat16", CUDA, 768, True, BF16), ("bfloat16", CUDA, 768, False, F16), ("bfloat16", MPS, 768, True, BF16),
+    ("float16", CPU, 64, True, BF16), ("float16", CPU, 64, False, F32), ("float16", CUDA, 64, True, F16), ("float16", CUDA, 64, False, F16), ("float16", MPS, 64, True, F32),
+    *[("float32", d, 768, h, F32) for d in (CPU, CUDA, MPS) for h in (True, False)],
 ])
 def test_precision_by_device(monkeypatch, capsys, asked, device, width, hardware, want):
     """P71, P82: by table; what was asked for and is not to be had is one line."""
     fake_cuda(monkeypatch, "Tesla V100-SXM2-16GB", hardware)
     monkeypatch.setattr(module, "cpu_multiplies_bf16", lambda: hardware)
     assert pick_dtype(asked, device, width) == want
-    assert capsys.readouterr().err.count("\n") == (asked == "bfloat16" and want == torch.float32)
+    assert capsys.readouterr().err.count("\n") == (asked != "auto" and want != getattr(torch, asked))
 
 
 def test_devices(monkeypatch):

@@ -19,6 +19,7 @@ from data.loader import FixedWindows
 from data.shards import Corpus
 from engine import checkpoint
 from engine.checkpoint import find_step, load_model, read_progress
+from engine.parallel import Ranks
 from train import backward, train
 
 
@@ -101,7 +102,7 @@ def test_cutting_the_rows_into_micro_batches_changes_nothing(masked):
     results = []
     for rows in (8, 4, 2, 1):
         model = tiny().train()
-        loss = backward(model, x, y, rows, contextlib.nullcontext)
+        loss = backward(model, x, y, rows, contextlib.nullcontext, Ranks("cpu"), lambda loss: loss)
         results.append([loss, *(p.grad for p in model.parameters())])
     model = tiny().train()
     loss = torch.nn.functional.cross_entropy(model(x).flatten(0, 1), y.flatten(), ignore_index=-1)
@@ -179,6 +180,59 @@ def test_gradients_are_clipped_to_the_norm_asked_for(config, monkeypatch):
     seen.clear()
     train(replace(config, grad_clip=0.0, max_iters=3))
     assert min(seen) > 0.1 and seen == pytest.approx([m["grad_norm"] for m in metrics(config.out_dir).values()])
+
+
+def test_a_step_without_a_number_is_skipped_and_the_run_goes_on(config, monkeypatch):
+    import train as script
+    original, calls = script.backward, []
+
+    def sometimes(*args):
+        loss = original(*args)
+        calls.append(1)
+        return loss * float("nan") if len(calls) in (3, 4, 7) else loss
+
+    monkeypatch.setattr(script, "backward", sometimes)
+    assert train(config).iter == 12
+    lines = metrics(config.out_dir)
+    assert [i for i in lines if lines[i]["loss"] is None] == [3, 4, 7]
+    assert all(torch.isfinite(p).all() for p in load_model(config.out_dir)[0].parameters())
+
+
+def test_the_order_of_scaling_and_that_its_state_is_saved(config, monkeypatch):
+    """C11: scale, backward, unscale, clip, step, update; with a scaler that works on a CPU."""
+    calls = []
+
+    class Scaler:
+        def __init__(self, device, enabled):
+            assert not enabled and device == "cpu"
+            self.factor = 8.0
+        def is_enabled(self): return True
+        def scale(self, loss): return calls.append("scale") or loss * self.factor
+        def unscale_(self, optimizer):
+            calls.append("unscale")
+            for g in optimizer.param_groups:
+                for p in g["params"]:
+                    p.grad /= self.factor
+        def step(self, optimizer): calls.append("step") or optimizer.step()
+        def update(self): self.factor *= 1 if calls.append("update") else 2
+        def state_dict(self): return {"factor": self.factor}
+        def load_state_dict(self, d): self.factor = d["factor"]
+
+    train(replace(config, max_iters=3, out_dir=config.out_dir + "_plain"))
+    monkeypatch.setattr(torch.amp, "GradScaler", Scaler)
+    clip = torch.nn.utils.clip_grad_norm_
+    monkeypatch.setattr(torch.nn.utils, "clip_grad_norm_", lambda *a: calls.append("clip") or clip(*a))
+    train(replace(config, batch_size=2, gradient_accumulation_steps=2, max_iters=2))
+    assert calls == ["scale", "scale", "unscale", "clip", "step", "update"] * 2
+    assert read_progress(find_step(config.out_dir)).scaler == {"factor": 32.0}
+    train(replace(config, batch_size=2, gradient_accumulation_steps=2, max_iters=3, init_from="resume"))
+    assert read_progress(find_step(config.out_dir, "latest")).scaler == {"factor": 64.0}
+
+
+def test_a_run_ends_when_it_gets_no_better(config):
+    done = train(replace(config, eval_interval=1, patience=3, learning_rate=0.5, max_iters=200, eval_iters=1))
+    assert done.stale == 3 and done.iter == done.best_iter + 3 < 200
+    assert find_step(config.out_dir).name == f"step_{done.best_iter:06d}" and find_step(config.out_dir, "latest").name == f"step_{done.iter:06d}"
 
 
 def test_a_loss_that_is_no_number_stops_the_run_and_leaves_what_was_saved(config):
