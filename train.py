@@ -27,7 +27,7 @@ from engine.device import autocast, compiled, keep_memory, pick_dtype
 from engine.interrupt import Interrupt
 from engine.log import Log, start_block
 from engine.optim import make_optimizer, set_learning_rate
-from engine.parallel import Ranks
+from engine.parallel import Ranks, leave
 from engine.start import begin, make_room
 from mixers import pattern
 from model import GPT
@@ -159,3 +159,4 @@ def train(config: TrainConfig) -> Progress:
 if __name__ == "__main__":
     with one_line_errors():
         train(config)
+        leave()                              # DDP

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import atexit
 import contextlib
 import os
 from collections.abc import Iterator
@@ -32,7 +31,6 @@ class Ranks:
             if self.device.type == "cuda":
                 torch.cuda.set_device(self.device)
             dist.init_process_group("nccl" if self.device.type == "cuda" else "gloo", timeout=TIMEOUT)
-            atexit.register(dist.destroy_process_group)
 
     def wrap(self, model: nn.Module) -> nn.Module:
         """The same model, whose backward averages the gradients over the ranks."""
@@ -65,3 +63,10 @@ class Ranks:
         yield
         if self.size > 1 and self.first:
             dist.barrier()
+
+
+def leave() -> None:
+    """At the end of a script, after the last rank has come there: to exit before tears the others' connections."""
+    if dist.is_initialized():
+        dist.barrier()
+        dist.destroy_process_group()

@@ -61,7 +61,7 @@ def test_gradients_of_two_ranks_are_those_of_one(tmp_path, masked):
 import contextlib, sys, torch
 sys.path.insert(0, {str(ROOT / 'tests')!r})
 from conftest import tiny
-from engine.parallel import Ranks
+from engine.parallel import Ranks, leave
 from train import backward
 ranks = Ranks("cpu")
 g = torch.Generator().manual_seed(0)
@@ -75,6 +75,7 @@ own = slice(ranks.rank * 8 // ranks.size, (ranks.rank + 1) * 8 // ranks.size)
 loss = backward(ranks.wrap(model), x[own], y[own], 2, contextlib.nullcontext, ranks, lambda loss: loss)
 torch.optim.AdamW(model.parameters(), lr=0.1).step()
 torch.save([loss, [p.grad for p in model.parameters()], [p.data for p in model.parameters()]], {str(tmp_path)!r} + f"/{{ranks.size}}_{{ranks.rank}}.pt")
+leave()
 """, encoding="utf-8")
     for n in (1, 2):
         run = torchrun(n, str(script))
