@@ -2,6 +2,7 @@
 
 import os
 import random
+import socket
 import sys
 from pathlib import Path
 
@@ -56,6 +57,18 @@ def made_up(n: int = 3000, seed: int = 0) -> str:
     draw = random.Random(seed)
     some = ["".join(draw.choice("bcdfglmnprst") + draw.choice("aeiou") for _ in range(draw.randint(1, 3))) for _ in range(60)]
     return "".join(draw.choice(some) + (".\n" if draw.random() < 0.15 else " ") for _ in range(n))
+
+
+def has_loopback() -> bool:
+    """Whether 127.0.0.1 can be reached, as it can on any machine but in a bare network namespace."""
+    try:
+        with socket.create_server(("127.0.0.1", 0)) as server, socket.create_connection(server.getsockname(), timeout=2):
+            return True
+    except OSError:
+        return False
+
+
+needs_loopback = pytest.mark.skipif(not has_loopback(), reason="the loopback interface is down: ip link set lo up")
 
 
 @pytest.fixture(scope="session")

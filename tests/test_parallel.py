@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import ROOT
+from conftest import ROOT, needs_loopback
 from test_train import command, config, metrics, wait_for  # noqa: F401
 
 from data.loader import Loader
@@ -19,6 +19,7 @@ from data.shards import Corpus
 from engine.checkpoint import find_step, load_model, read_progress
 from train import train
 
+pytestmark = needs_loopback      # ranks talk over it
 ENV = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
 
 
