@@ -10,6 +10,7 @@ import base64
 import hashlib
 import json
 import os
+from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -25,23 +26,23 @@ PATTERN = (
 TRAINING_CHARACTERS = 64_000_000   # BPE learns from the first so many: memory stays flat, the merges hardly change
 
 
-class Tokenizer:
+class Tokenizer(ABC):
     """What all four share. `vocab_size` counts the end-of-text id `eot`, the last one (None: there is none)."""
 
     kind: str
     vocab_size: int
     eot: int | None
 
+    @abstractmethod
     def encode_array(self, text: str) -> np.ndarray:
         """The ids of `text`, (n,) of an unsigned or signed integer type, quickly; nothing in it is special."""
-        raise NotImplementedError
 
-    def _bytes(self, i: int) -> bytes:
-        raise NotImplementedError
+    @abstractmethod
+    def _bytes(self, i: int) -> bytes: ...
 
+    @abstractmethod
     def to_dict(self) -> dict[str, Any]:
         """A JSON-able description that `from_dict` reads."""
-        raise NotImplementedError
 
     def encode(self, text: str, special: bool = False) -> list[int]:
         """The ids of `text`. special: the literal "<|endoftext|>" becomes the end-of-text id (for prompts)."""
