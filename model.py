@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from config import GPTConfig as GPTConfig
 from mixers import build
 from mixers.mixer import Mixer
+from ops.dropout import Dropout
 from ops.loss import count_valid, nll_sum
 from ops.positions import Positions
 from ops.rope import sinusoids
@@ -68,7 +69,7 @@ class Block(nn.Module):
     def __init__(self, cfg: GPTConfig, mixer: Mixer):
         super().__init__()
         self.norm1, self.mixer, self.norm2, self.mlp = make_norm(cfg), mixer, make_norm(cfg), MLP(cfg)
-        self.drop = nn.Dropout(cfg.dropout)
+        self.drop = Dropout(cfg.dropout)
 
     def forward(self, x: Tensor, at: Positions, state: dict[str, Tensor] | None = None) -> Tensor:
         x = x + self.drop(self.mixer(self.norm1(x), at, state))
@@ -83,7 +84,7 @@ class GPT(nn.Module):
         self.cfg = cfg
         self.wte = nn.Embedding(cfg.vocab_size, cfg.n_embd)
         self.wpe = nn.Embedding(cfg.block_size, cfg.n_embd) if cfg.position == "learned" else None
-        self.drop = nn.Dropout(cfg.dropout)
+        self.drop = Dropout(cfg.dropout)
         self.blocks = nn.ModuleList(Block(cfg, mixer) for mixer in build(cfg))
         self.norm = make_norm(cfg)
         self.head = nn.Linear(cfg.n_embd, cfg.vocab_size, bias=False)

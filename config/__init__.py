@@ -62,7 +62,9 @@ class GPTConfig:
     init: Literal["gpt2", "zero"] = "gpt2"
     """weights at the start: gpt2 is N(0, 0.02); zero starts every matrix that writes to the residual stream, and the head, at 0"""
     dropout: float = 0.0
-    """share of activations dropped in training"""
+    """share of activations dropped in training, of the embeddings and of what each half of a block adds"""
+    attn_dropout: float = 0.0
+    """share of attention weights dropped in training (no fused kernel on a CPU does that)"""
     attention_backend: Literal["auto", "reference", "sdpa", "flex", "flash"] = "auto"
     """what computes attention; what it cannot do falls to the next that can"""
 
@@ -72,7 +74,8 @@ class GPTConfig:
             check_range(self, name, above=0)
         for name in ["vocab_size", "window", "sinks", "attn_softcap", "logit_softcap"]:
             check_range(self, name, least=0)
-        check_range(self, "dropout", least=0, below=1)
+        for name in ("dropout", "attn_dropout"):
+            check_range(self, name, least=0, below=1)
         if self.head_dim is None and self.n_embd % self.n_head:
             raise ValueError(f"n_embd={self.n_embd} is no multiple of n_head={self.n_head}: change one, or set head_dim")
         if self.n_head % (self.n_kv_head or self.n_head):

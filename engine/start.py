@@ -11,7 +11,7 @@ from config.check import nearest
 from data.shards import Corpus
 from engine.checkpoint import find_step, read_config, read_tokenizer
 
-FREE = {"dropout", "attention_backend", "init"}   # fields of the model that a checkpoint does not bind
+FREE = {"dropout", "attn_dropout", "attention_backend", "init"}   # fields of the model that a checkpoint does not bind
 
 
 def begin(config: TrainConfig, corpus: Corpus) -> tuple[TrainConfig, Path | None]:

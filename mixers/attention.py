@@ -68,7 +68,7 @@ class Attention(Mixer):
     def attend_keys(self, q: Tensor, k: Tensor, v: Tensor, at: Positions, keys: Keys | None = None) -> Tensor:
         slopes = at.once("slopes", lambda: torch.tensor(alibi_slopes(self.H), device=q.device)) if self.cfg.position == "alibi" else None
         return attend(q, k, v, at, keys=keys, backend=self.cfg.attention_backend, window=self.window, sinks=self.sinks,
-                      slopes=slopes, softcap=self.cfg.attn_softcap, dropout=self.cfg.dropout if self.training else 0.0)
+                      slopes=slopes, softcap=self.cfg.attn_softcap, dropout=self.cfg.attn_dropout if self.training else 0.0)
 
     def attend_past(self, q: Tensor, k: Tensor, v: Tensor, at: Positions, K: Tensor, V: Tensor) -> Tensor:
         """K and V (B, G, sinks + ring + 1, D) are the state's; the last slot takes what need not be kept."""
@@ -108,6 +108,6 @@ class Attention(Mixer):
 
     def backend(self, device: str, dtype: torch.dtype, training: bool) -> str:
         slopes = torch.ones(self.H) if self.cfg.position == "alibi" else None
-        dropout = self.cfg.dropout if training else 0.0
+        dropout = self.cfg.attn_dropout if training else 0.0
         how = How(window=self.window, sinks=self.sinks, slopes=slopes, softcap=self.cfg.attn_softcap, dropout=dropout)
         return choose(self.cfg.attention_backend, device, dtype, self.D, how, grad=training)

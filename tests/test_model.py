@@ -103,7 +103,7 @@ def test_the_loss_is_the_mean_over_valid_targets_in_float32():
 def test_dropout_is_off_in_evaluation_in_every_backend():
     """C9."""
     for backend in ("reference", "sdpa", "flex"):
-        model, x = tiny(dropout=0.5, attention_backend=backend), tokens(2, 20)
+        model, x = tiny(dropout=0.5, attn_dropout=0.5, attention_backend=backend), tokens(2, 20)
         assert torch.equal(model(x), model(x)) and torch.equal(model(x), tiny(attention_backend=backend)(x))
         assert not torch.equal(model.train()(x), model(x))
 

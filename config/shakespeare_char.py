@@ -1,0 +1,19 @@
+"""Shakespeare, by character, in nanoGPT's shape: GPT-2's architecture at 10.7 million parameters."""
+
+dataset = "shakespeare"
+
+n_layer = 6
+n_head = 6
+n_embd = 384
+block_size = 256
+position = "learned"
+norm = "layernorm"
+mlp = "gelu"
+dropout = 0.2
+
+batch_size = 64
+max_iters = 5000            # 82 M tokens, 74 epochs: the best step comes earlier
+learning_rate = 1e-3
+warmup_iters = 100
+beta2 = 0.99
+eval_interval = 250
