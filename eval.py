@@ -2,7 +2,7 @@
 
 import math
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from config.check import check_fields, check_range
@@ -16,7 +16,7 @@ class EvalConfig:
     checkpoint: str | None = None
     """a run's folder, one of its steps, or a folder of runs (None: the newest run under out/); a run gives its best step"""
     dataset: str | None = None
-    """a corpus under data/ or a prepared folder (None: the one it was trained on)"""
+    """a corpus under data/ or a prepared folder (None: what it was trained on, each corpus of a mixture by itself)"""
     split: Literal["val", "train"] = "val"
     """which part of it"""
     block_size: int | None = None
@@ -42,9 +42,11 @@ from tqdm import tqdm
 
 from data.find import find
 from data.loader import FixedWindows
+from data.mixture import weights
 from engine.checkpoint import find_step, load_model, read_config, read_progress
 from engine.device import autocast, keep_memory, pick_device, pick_dtype
 from ops.loss import IGNORE, count_valid
+from ops.positions import within_documents
 
 
 @torch.no_grad()
@@ -55,16 +57,18 @@ def evaluate(config: EvalConfig) -> dict[str, Any]:
     device = pick_device(config.device)
     step = find_step(config.checkpoint)
     model, tokenizer = load_model(step, device)
-    corpus = find(config.dataset or read_config(step)["dataset"])
+    trained = read_config(step)
+    corpus = find(config.dataset or trained["dataset"])
     if corpus.tokenizer.hash != tokenizer.hash:
         raise ValueError(f"{corpus.folder} has another tokenizer than {step}: prepare it with the same one")
     windows = FixedWindows(corpus.split(config.split), config.block_size or model.cfg.block_size, config.batch_size)
     lengths = torch.from_numpy(tokenizer.byte_lengths())
     dtype = pick_dtype(config.dtype, device, model.cfg.n_embd)
+    run = within_documents(model, tokenizer.eot) if trained.get("documents") and tokenizer.eot is not None else model
     nats, tokens, size = 0.0, 0, 0
     for x, y in tqdm(windows, total=len(windows), unit="batch", disable=None, leave=False):
         with autocast(device, dtype):
-            nats += float(model(x.to(device), y.to(device)) * count_valid(y))
+            nats += float(run(x.to(device), y.to(device)) * count_valid(y))
         known = y[y != IGNORE]
         tokens, size = tokens + len(known), size + int(lengths[known].sum())
     return {"checkpoint": str(step), "step": read_progress(step).iter, "split": config.split, "loss": nats / tokens,
@@ -72,10 +76,16 @@ def evaluate(config: EvalConfig) -> dict[str, Any]:
             "unit": "character" if tokenizer.kind == "char" else "token"}
 
 
+def show(result: dict[str, Any], name: str) -> None:
+    bits = "" if result["bits_per_byte"] is None else f", {result['bits_per_byte']:.4f} bits per byte"
+    size = f"{result['tokens']:,} {result['unit']}s" + (f" ({result['bytes']:,} bytes)" if result["bytes"] else "")
+    print(f"{name}{result['split']}: loss {result['loss']:.4f} nats a {result['unit']}{bits} over {size}")
+
+
 if __name__ == "__main__":
     with one_line_errors():
-        result = evaluate(config)
-        bits = "" if result["bits_per_byte"] is None else f", {result['bits_per_byte']:.4f} bits per byte"
-        print(f"{result['checkpoint']}: step {result['step']}", file=sys.stderr)
-        size = f"{result['tokens']:,} {result['unit']}s" + (f" ({result['bytes']:,} bytes)" if result["bytes"] else "")
-        print(f"{result['split']}: loss {result['loss']:.4f} nats a {result['unit']}{bits} over {size}")
+        step = find_step(config.checkpoint)
+        print(f"{step}: step {read_progress(step).iter}", file=sys.stderr)
+        names = [config.dataset] if config.dataset else list(weights(read_config(step)["dataset"]))
+        for name in names:
+            show(evaluate(replace(config, checkpoint=str(step), dataset=name)), f"{name} " if len(names) > 1 else "")

@@ -17,7 +17,7 @@ from config import GPTConfig as GPTConfig
 from mixers import build
 from mixers.mixer import Mixer
 from ops.dropout import Dropout
-from ops.loss import count_valid, nll_sum
+from ops.loss import count_valid, nll_sum_of
 from ops.positions import Positions
 from ops.rope import sinusoids
 
@@ -130,8 +130,10 @@ class GPT(nn.Module):
         pos (B, T): see ops/positions.py. With a state, it is the past, and takes these tokens in; no gradients then.
         """
         with torch.no_grad() if state else contextlib.nullcontext():
-            logits = self.logits(self.hidden(tokens, pos, state))
-            return logits if targets is None else nll_sum(logits, targets) / count_valid(targets).clamp(min=1)
+            x = self.hidden(tokens, pos, state)
+            if targets is None:
+                return self.logits(x)
+            return nll_sum_of(self.logits, x, targets, self.cfg.loss_chunk) / count_valid(targets).clamp(min=1)
 
     def hidden(self, tokens: Tensor, pos: Tensor | None = None, state: State | None = None) -> Tensor:
         """What the head reads: (B, T, C). Its last column is all that the next token needs."""

@@ -19,8 +19,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from data.find import find
-from data.loader import FixedWindows, Loader
+from data.mixture import Mixture
 from engine import checkpoint
 from engine.checkpoint import Progress
 from engine.device import autocast, compiled, keep_memory, pick_dtype
@@ -32,6 +31,7 @@ from engine.start import begin, make_room
 from mixers import pattern
 from model import GPT
 from ops.loss import count_valid
+from ops.positions import within_documents
 
 SKIPS = 10   # steps in a row without a number after which a run gives up; float16 needs a few to find its scale
 
@@ -61,13 +61,13 @@ def train(config: TrainConfig) -> Progress:
 
     # data: windows by arithmetic on (seed, step), so that the step alone is the position in it
     with ranks.in_turn():                    # DDP: the first prepares, if need be
-        corpus = find(config.dataset)
+        corpus = Mixture(config.dataset)
     config, step = begin(config, corpus)     # what init_from says
     dtype = pick_dtype(config.dtype, device, config.n_embd)
     cast = partial(autocast, device, dtype)
     rows = config.batch_size * config.gradient_accumulation_steps
-    loader = Loader(corpus.split("train"), config.block_size, rows, config.seed, ranks.rank, ranks.size)
-    val = FixedWindows(corpus.split("val"), config.block_size, config.batch_size, config.eval_iters or None)
+    loader = corpus.train(config.block_size, rows, config.seed, ranks.rank, ranks.size)
+    val = corpus.val(config.block_size, config.batch_size, config.eval_iters or None)
 
     # model and optimizer
     torch.manual_seed(config.seed)
@@ -86,24 +86,31 @@ def train(config: TrainConfig) -> Progress:
         ranks.say(f"{config.out_dir} is at step {progress.iter} of max_iters={config.max_iters}: raise --max_iters to go on")
         return progress
     run = compiled(ranks.wrap(model), config.compile, device)
-    ranks.say(start_block(model, config, device, dtype, len(corpus.split("train")), ranks.size))
+    if config.documents:
+        run = within_documents(run, corpus.tokenizer.eot)
+    ranks.say(start_block(model, config, device, dtype, corpus, ranks.size))
 
     @torch.no_grad()
-    def evaluate() -> float:
-        """Mean loss over the validation windows, without dropout, touching nothing of the training."""
+    def evaluate() -> dict[str, float]:
+        """Mean loss over each corpus's validation windows, without dropout, touching nothing of the training."""
         model.eval()
-        total, n = torch.zeros(2, device=device)
-        for x, y in islice(val, ranks.rank, None, ranks.size):
-            x, y = x.to(device), y.to(device)
-            with cast():
-                total, n = total + run(x, y) * count_valid(y), n + count_valid(y)
+        losses = {}
+        for name, windows in val.items():
+            total, n = torch.zeros(2, device=device)
+            for x, y in islice(windows, ranks.rank, None, ranks.size):
+                x, y = x.to(device), y.to(device)
+                with cast():
+                    total, n = total + run(x, y) * count_valid(y), n + count_valid(y)
+            total, n = ranks.sum(torch.stack([total, n]))
+            losses[name] = float(total / n)
         model.train()
-        total, n = ranks.sum(torch.stack([total, n]))
-        return float(total / n)
+        mean = sum(corpus.weights[name] * loss for name, loss in losses.items())
+        return {"val_loss": mean} | ({f"val_loss/{name}": loss for name, loss in losses.items()} if len(losses) > 1 else {})
 
     if config.eval_only:
-        progress.val_loss = evaluate()
-        ranks.say(f"validation loss {progress.val_loss:.4f} nats a token")
+        losses = evaluate()
+        progress.val_loss = losses["val_loss"]
+        ranks.say(", ".join(f"{name.replace('val_', 'validation ')} {loss:.4f}" for name, loss in losses.items()) + " nats a token")
         return progress
 
     out = Path(config.out_dir or "out/default")
@@ -138,9 +145,10 @@ def train(config: TrainConfig) -> Progress:
             # evaluate and save
             last = i + 1 == config.max_iters
             if (i + 1) % config.eval_interval == 0 or last:
-                progress.val_loss = evaluate()
+                losses = evaluate()
+                progress.val_loss = losses["val_loss"]
                 best = progress.note(progress.val_loss)
-                log.evaluation(i + 1, {"tokens": progress.tokens, "val_loss": progress.val_loss}, " (best)" if best else "")
+                log.evaluation(i + 1, {"tokens": progress.tokens, **losses}, " (best)" if best else "")
                 last = last or 0 < config.patience <= progress.stale
             leave = ranks.any(bool(stop))    # DDP: all ranks or none
             if ranks.first and ((i + 1) % config.eval_interval == 0 or last or leave):

@@ -65,6 +65,8 @@ class GPTConfig:
     """share of activations dropped in training, of the embeddings and of what each half of a block adds"""
     attn_dropout: float = 0.0
     """share of attention weights dropped in training (no fused kernel on a CPU does that)"""
+    loss_chunk: int = 0
+    """tokens whose logits are held at once in training (0: all of a micro-batch); less memory where the vocabulary is large"""
     attention_backend: Literal["auto", "reference", "sdpa", "flex", "flash"] = "auto"
     """what computes attention; what it cannot do falls to the next that can"""
 
@@ -72,7 +74,7 @@ class GPTConfig:
         check_fields(self)
         for name in ["block_size", "n_layer", "n_head", "n_kv_head", "n_embd", "head_dim", "n_inner", "norm_eps", "rope_theta"]:
             check_range(self, name, above=0)
-        for name in ["vocab_size", "window", "sinks", "attn_softcap", "logit_softcap"]:
+        for name in ["vocab_size", "window", "sinks", "attn_softcap", "logit_softcap", "loss_chunk"]:
             check_range(self, name, least=0)
         for name in ("dropout", "attn_dropout"):
             check_range(self, name, least=0, below=1)
@@ -100,7 +102,9 @@ class TrainConfig(GPTConfig):
     vocab_size: int = 0
     """tokens in the vocabulary (0: as many as the corpus's tokenizer has)"""
     dataset: str = "shakespeare"
-    """a corpus under data/, or the path of a prepared folder"""
+    """a corpus under data/, the path of a prepared folder, or several by weight: fineweb_edu:0.8,python:0.2"""
+    documents: bool = False
+    """attention and positions begin anew at every end-of-text token: packed documents do not see one another"""
     out_dir: str | None = None
     """the run's own folder (None: out/<preset's name>)"""
     init_from: str = "scratch"

@@ -65,12 +65,15 @@ class Loader:
         offset = key[4] % (len(self.split) - self.windows * self.block_size)
         return offset + permuted(place, self.windows, key) * self.block_size
 
+    def row(self, g: int) -> np.ndarray:
+        """Window number g of the whole run, (block_size + 1,) int64."""
+        return self.split.read(self.start(g), self.block_size + 1)
+
     def batch(self, step: int) -> torch.Tensor:
         """(rows / ranks, block_size + 1) int64: inputs are [:, :-1], targets [:, 1:]."""
         own = self.rows // self.ranks
         first = step * self.rows + self.rank * own
-        rows = [self.split.read(self.start(g), self.block_size + 1) for g in range(first, first + own)]
-        return torch.from_numpy(np.stack(rows))
+        return torch.from_numpy(np.stack([self.row(g) for g in range(first, first + own)]))
 
 
 class FixedWindows:

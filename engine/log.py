@@ -17,6 +17,7 @@ import torch
 from tqdm import tqdm
 
 from config import TrainConfig
+from data.mixture import Mixture
 from engine.device import peak_flops
 from model import GPT
 
@@ -45,7 +46,7 @@ def memory_estimate(model: GPT, config: TrainConfig, dtype: torch.dtype) -> floa
     kept = sum(8 * model.cfg.n_embd + 4 * b.mlp.down.in_features for b in model.blocks)  # type: ignore[union-attr,operator,misc]
     stream = 4 * model.cfg.n_embd * len(model.blocks)
     weights = (18 if half else 16) * sum(p.numel() for p in model.parameters())
-    logits = tokens * model.cfg.vocab_size * (10 if half else 12)
+    logits = min(tokens, config.loss_chunk or tokens) * model.cfg.vocab_size * (10 if half else 12)
     return weights + tokens * ((2 if half else 4) * kept + (8 if half else 4) * stream) + logits
 
 
@@ -62,12 +63,14 @@ def duration(seconds: float) -> str:
     return f"{m // 60} h {m % 60:02d} min" if m >= 60 else f"{m} min {s:02d} s" if m else f"{s} s"
 
 
-def start_block(model: GPT, config: TrainConfig, device: torch.device, dtype: torch.dtype, tokens_per_epoch: int, ranks: int = 1) -> str:
+def start_block(model: GPT, config: TrainConfig, device: torch.device, dtype: torch.dtype, corpus: Mixture, ranks: int = 1) -> str:
     """The effective configuration and what the run will take, before it starts."""
     per_step = config.batch_size * config.gradient_accumulation_steps * config.block_size
     total = sum(p.numel() for p in model.parameters())
     backends = ", ".join(dict.fromkeys(b.mixer.backend(device.type, dtype, True) for b in model.blocks))  # type: ignore[operator,union-attr]
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else f"{device.type}, {torch.get_num_threads()} threads"
+    epochs = ", ".join(f"{e:.2g} epochs of {count(n)}{f'({name})' if len(corpus.weights) > 1 else ''}".strip()
+                       for name, (e, n) in corpus.epochs(per_step * config.max_iters).items())
     saves = f"after every {config.eval_interval} steps, at the end, and on Ctrl-C"
     settings = textwrap.wrap(" ".join(f"{key}={value!r}" for key, value in asdict(config).items()), 110, break_on_hyphens=False)
     return "\n".join([
@@ -75,8 +78,7 @@ def start_block(model: GPT, config: TrainConfig, device: torch.device, dtype: to
         f"device       {f'{ranks} x ' if ranks > 1 else ''}{name}; products in {str(dtype)[6:]}; attention by {backends}",
         f"a step       {config.batch_size} rows x {config.gradient_accumulation_steps} x {config.block_size} = {per_step:,} tokens, "
         f"{count(per_step * model.flops_per_token(config.block_size))}FLOP",
-        f"the run      {config.max_iters:,} steps, {count(per_step * config.max_iters)}tokens, "
-        f"{per_step * config.max_iters / max(1, tokens_per_epoch):.2g} epochs of {count(tokens_per_epoch)}",
+        f"the run      {config.max_iters:,} steps, {count(per_step * config.max_iters)}tokens, {epochs}",
         f"memory       about {memory_estimate(model, config, dtype) / 2**30:.2g} GiB beside torch itself",
         f"saved        {config.out_dir}, {saves}",
         f"settings     {settings[0]}", *[f"             {s}" for s in settings[1:]],

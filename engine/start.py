@@ -8,13 +8,13 @@ from pathlib import Path
 
 from config import GPTConfig, TrainConfig
 from config.check import nearest
-from data.shards import Corpus
+from data.mixture import Mixture
 from engine.checkpoint import find_step, read_config, read_tokenizer
 
-FREE = {"dropout", "attn_dropout", "attention_backend", "init"}   # fields of the model that a checkpoint does not bind
+FREE = {"dropout", "attn_dropout", "attention_backend", "loss_chunk", "init"}   # fields of the model that a checkpoint does not bind
 
 
-def begin(config: TrainConfig, corpus: Corpus) -> tuple[TrainConfig, Path | None]:
+def begin(config: TrainConfig, corpus: Mixture) -> tuple[TrainConfig, Path | None]:
     """The settings with what the corpus and the checkpoint say filled in, and the step folder to load (None: from scratch).
 
     resume demands an old run in out_dir, auto resumes where there is one, scratch begins anew, and anything else is a checkpoint
@@ -26,6 +26,9 @@ def begin(config: TrainConfig, corpus: Corpus) -> tuple[TrainConfig, Path | None
     config = replace(config, out_dir=str(out), vocab_size=config.vocab_size or corpus.vocab_size)
     if config.vocab_size < corpus.vocab_size:
         raise ValueError(f"vocab_size={config.vocab_size} is smaller than the {corpus.vocab_size} of {config.dataset}: leave it out")
+    if config.documents and corpus.tokenizer.eot is None:
+        raise ValueError(f"--documents needs an end-of-text id, and {config.dataset} has none: name it in its meta.json, "
+                         f'for example {{"vocab_size": {corpus.vocab_size}, "eot": {corpus.vocab_size - 1}}}')
     step = None
     if config.init_from in ("resume", "auto"):
         if (out / "latest").is_file():
@@ -41,7 +44,7 @@ def begin(config: TrainConfig, corpus: Corpus) -> tuple[TrainConfig, Path | None
     return (agree(config, step, corpus) if step else config), step
 
 
-def agree(config: TrainConfig, step: Path, corpus: Corpus) -> TrainConfig:
+def agree(config: TrainConfig, step: Path, corpus: Mixture) -> TrainConfig:
     """The model's fields are the checkpoint's; resuming, a different one is refused; starting from it, it is noted."""
     if read_tokenizer(step).hash != corpus.tokenizer.hash:
         raise ValueError(f"{config.dataset} has another tokenizer than {step}: prepare it with the same one, or start from scratch")

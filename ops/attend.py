@@ -185,7 +185,7 @@ def fused(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, how: How, is_cau
 def products(q: Tensor, k: Tensor, v: Tensor, at: Positions, how: How) -> Tensor:
     """Two plain products, the mask added in the first, and a softmax: what a CPU does fastest with short rows in bfloat16. Its
     kernel takes bfloat16 scores and computes in float32; autocast would write them out in float32 first."""
-    (B, H, T, D), scale = q.shape, q.shape[-1] ** -0.5 if how.scale is None else how.scale
+    B, H, T, scale = *q.shape[:3], q.shape[-1] ** -0.5 if how.scale is None else how.scale
     later = at.once("later", lambda: torch.full((T, T), -torch.inf, dtype=q.dtype).triu(1))
     with torch.autocast("cpu", enabled=False):
         w = torch.baddbmm(later, q.flatten(0, 1), spread(k, H).flatten(0, 1).mT, alpha=scale).softmax(-1)

@@ -126,6 +126,19 @@ class Positions:
         return self.once(("after", ring, sinks), make)
 
 
+def document_positions(tokens: Tensor, eot: int) -> Tensor:
+    """tokens (B, T) of packed documents -> pos (B, T): an end-of-text token begins the document that follows it."""
+    at = torch.arange(tokens.shape[1], device=tokens.device)
+    return at - torch.where(tokens == eot, at, 0).cummax(1).values
+
+
+def within_documents(run: Callable[..., Tensor], eot: int | None) -> Callable[..., Tensor]:
+    """The same model, whose rows are packed documents that do not see one another: (tokens, targets) -> loss."""
+    if eot is None:
+        raise ValueError("there is no end-of-text token between documents")
+    return lambda tokens, targets: run(tokens, targets, document_positions(tokens, eot))
+
+
 def visible(q_pos: Tensor, k_pos: Tensor, q_doc: Tensor, k_doc: Tensor, window: int = 0, sinks: int = 0, causal: bool = True) -> Tensor:
     """Who sees whom: a query (...) and a key (...) of the same document, broadcast against each other -> bool.
 

@@ -1,6 +1,7 @@
 """Devices, precision, what a run prints and logs."""
 
 import json
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -76,7 +77,7 @@ def test_autocast_leaves_weights_and_loss_in_float32():
 def test_the_start_block_says_what_will_run():
     model = tiny()
     config = TrainConfig(batch_size=4, gradient_accumulation_steps=2, block_size=32, max_iters=100, n_layer=2, out_dir="out/x", learning_rate=0.125)
-    text = start_block(model, config, CPU, torch.float32, tokens_per_epoch=2560)
+    text = start_block(model, config, CPU, torch.float32, SimpleNamespace(weights={"x": 1.0}, epochs=lambda n: {"x": (n / 2560, 2560)}))
     for part in ("learning_rate=0.125", "attention by sdpa", "4 rows x 2 x 32 = 256 tokens", "100 steps, 25.6 ktokens, 10 epochs", "float32", "out/x", "after every 250 steps", "GiB"):
         assert part in text, part
 
