@@ -49,7 +49,9 @@ class Loader:
 
     def __init__(self, split: Split, block_size: int, rows: int, seed: int, rank: int = 0, ranks: int = 1):
         if rows < 1 or rows % ranks:
-            raise ValueError(f"{rows} rows a step do not divide over {ranks} ranks: change batch_size or gradient_accumulation_steps")
+            near = " or ".join(str(n) for n in (rows // ranks * ranks, (rows // ranks + 1) * ranks) if n)
+            raise ValueError(f"{rows} rows a step (batch_size x gradient_accumulation_steps) do not divide over {ranks} ranks: "
+                             f"{near} rows would")
         if len(split) < block_size + 1:
             raise ValueError(
                 f"the split {split.name!r} in {split.folder} has {len(split)} tokens and block_size is {block_size}: it needs at "

@@ -55,7 +55,8 @@ def one_line_errors():
     except RuntimeError as e:
         if "out of memory" not in str(e).lower() and "not enough memory" not in str(e).lower():
             raise
-        fail("out of memory: lower --batch_size (and raise --gradient_accumulation_steps as much), or lower --block_size")
+        fail("out of memory: lower --batch_size (and raise --gradient_accumulation_steps as much), lower --block_size, or with a large "
+             "vocabulary hold fewer logits at once: --loss_chunk=4096")
     except KeyboardInterrupt:
         raise SystemExit(130) from None
 

@@ -3,6 +3,7 @@
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -28,7 +29,7 @@ def torchrun(ranks: int, *argv: str, **kw) -> subprocess.Popen:
     return subprocess.Popen(launch, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=ENV, **kw)
 
 
-@pytest.mark.parametrize("ranks, batch, accumulation", [(1, 4, 2), (2, 4, 2), (2, 2, 4), (3, 2, 3)])
+@pytest.mark.parametrize("ranks, batch, accumulation", [(1, 4, 2), (2, 4, 2), (2, 2, 4), (3, 2, 3), (4, 4, 2)])
 def test_any_number_of_ranks_gives_the_losses_of_one_process(config, ranks, batch, accumulation):  # noqa: F811
     """C3, C4: loss, norm, learning rate and validation loss of every step; one rank logs and saves."""
     config = replace(config, dropout=0.0, batch_size=batch, gradient_accumulation_steps=accumulation, eval_interval=5, max_iters=8)
@@ -49,13 +50,27 @@ def test_any_number_of_ranks_gives_the_losses_of_one_process(config, ranks, batc
 
 def test_rows_that_do_not_divide_are_refused_with_what_would(config):  # noqa: F811
     loader = lambda rows, ranks: Loader(Corpus(config.dataset).split("train"), 16, rows, 0, 0, ranks)
-    with pytest.raises(ValueError, match="5 rows a step do not divide over 2 ranks"):
+    with pytest.raises(ValueError, match="5 rows a step .* do not divide over 2 ranks: 4 or 6 rows would"):
         loader(5, 2)
     assert len(loader(6, 2).batch(0)) == 3
 
 
+def test_two_nodes_are_two_torchruns(config):  # noqa: F811
+    """P43: the second node writes nothing; losses are those of one process."""
+    config = replace(config, dropout=0.0, max_iters=3)
+    train(config)
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+    launch = [sys.executable, "-m", "torch.distributed.run", "--nnodes=2", "--nproc-per-node=1", "--rdzv-backend=c10d", f"--rdzv-endpoint=127.0.0.1:{port}"]
+    runs = [subprocess.Popen(launch + command(config, out_dir=config.out_dir + "_nodes")[1:], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=ENV) for _ in range(2)]
+    out = "".join(run.communicate(timeout=120)[0] for run in runs)
+    assert not any(run.returncode for run in runs) and out.count("parameters ") == 1, out
+    a, b = metrics(config.out_dir), metrics(config.out_dir + "_nodes")
+    assert len(b) == 3 and all(a[i]["loss"] == pytest.approx(b[i]["loss"], rel=2e-5) for i in a)
+
+
 @pytest.mark.parametrize("masked", [False, True])
-def test_gradients_of_two_ranks_are_those_of_one(tmp_path, masked):
+def test_gradients_of_two_and_four_ranks_are_those_of_one(tmp_path, masked):
     """C3: with 3 and 97 valid targets; and the ranks' parameters are equal bit for bit after the step."""
     script = tmp_path / "step.py"
     script.write_text(f"""
@@ -78,14 +93,16 @@ torch.optim.AdamW(model.parameters(), lr=0.1).step()
 torch.save([loss, [p.grad for p in model.parameters()], [p.data for p in model.parameters()]], {str(tmp_path)!r} + f"/{{ranks.size}}_{{ranks.rank}}.pt")
 leave()
 """, encoding="utf-8")
-    for n in (1, 2):
+    for n in (1, 2, 4):
         run = torchrun(n, str(script))
         assert run.wait(timeout=120) == 0, run.stdout.read()
-    one, first, second = (torch.load(tmp_path / name) for name in ("1_0.pt", "2_0.pt", "2_1.pt"))
-    torch.testing.assert_close(first[0], one[0], rtol=1e-5, atol=1e-6)
-    for a, b in zip(first[1], one[1]):
-        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
-    assert all(torch.equal(a, b) for a, b in zip(first[2], second[2]))
+    one = torch.load(tmp_path / "1_0.pt")
+    for n in (2, 4):
+        first, *others = (torch.load(tmp_path / f"{n}_{rank}.pt") for rank in range(n))
+        torch.testing.assert_close(first[0], one[0], rtol=1e-5, atol=1e-6)
+        for a, b in zip(first[1], one[1]):
+            torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
+        assert all(torch.equal(a, b) for other in others for a, b in zip(first[2], other[2]))
 
 
 def test_all_ranks_stop_together_and_go_on_with_another_number(config):  # noqa: F811

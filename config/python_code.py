@@ -1,0 +1,22 @@
+"""Python source from the standard library, by BPE: 5 million parameters for a CPU or any GPU, no download."""
+
+dataset = "python"
+
+n_layer = 6
+n_head = 4
+n_embd = 256
+block_size = 256
+norm = "layernorm"           # a fused kernel on CPUs, where RMSNorm has none
+mlp = "relu2"
+qk_norm = True
+tie_embeddings = False
+init = "zero"
+
+optimizer = "muon"
+batch_size = 16
+max_iters = 1000
+learning_rate = 3e-3
+min_lr = 1e-4
+warmup_iters = 50
+lr_schedule = "linear"
+eval_interval = 250
