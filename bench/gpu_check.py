@@ -82,12 +82,17 @@ def run_checks(todo: list[Check], device: torch.device) -> list[dict]:
         try:
             status, said = ("skipped", check.skipped) if check.skipped else ("ok", check.run(device, *check.arguments))
         except Exception as e:
-            kind = "" if isinstance(e, Failed) else f"{type(e).__name__}: "
-            status, said = "FAILED", kind + " ".join((str(e).strip().splitlines() or ["no reason given"])[0].split())[:300]
+            status, said = "FAILED", reason(e)
         free(device)
         results.append({"name": check.name, "status": status, "detail": said, "seconds": time.perf_counter() - start})
         print(f"  {check.name:24} {status:8} {said}", flush=True)
     return results
+
+
+def reason(e: Exception) -> str:
+    """One line."""
+    kind = "" if isinstance(e, Failed) else f"{type(e).__name__}: "
+    return kind + (str(e).strip().splitlines() or ["no reason given"])[0][:300]
 
 
 def free(device: torch.device) -> None:
@@ -175,7 +180,7 @@ def training(shapes: list[Shape], device: torch.device, dtype: torch.dtype, conf
             r = run(rows) if config.batch else largest(run, rows, device)
             line = row(r)
         except Exception as e:
-            r = {"name": shape.name, "failed": f"{type(e).__name__}: {(str(e).splitlines() or [''])[0][:200]}"}
+            r = {"name": shape.name, "failed": reason(e)}
             line = f"FAILED   {r['failed']}"
         free(device)
         print(f"  {shape.name:18} {line}", flush=True)
@@ -215,7 +220,7 @@ def decode_speed(cfg: GPTConfig, device: torch.device, dtype: torch.dtype, token
 
 
 def decoding(cfg: GPTConfig, device: torch.device, size: int, config: GpuCheckConfig) -> dict:
-    """Prints a row a dtype."""
+    """Prints a row a dtype; one that fails has no figures."""
     best = bandwidth(device, size, 5 if config.quick else 20)
     with torch.device("meta"):
         weights = GPT(cfg).flops_per_token(0) / 6
@@ -223,8 +228,13 @@ def decoding(cfg: GPTConfig, device: torch.device, size: int, config: GpuCheckCo
           "                       tokens/s      bound   ratio")
     rows = []
     for dtype in (torch.bfloat16, torch.float32):
-        r = decode_speed(cfg, device, dtype, min(cfg.block_size - 16, 64 if config.quick else 256), best)
-        print(f"  {r['dtype']:18} {r['tokens_per_s']:10,.0f} {r['bound']:10,.0f} {r['ratio']:7.1%}", flush=True)
+        try:
+            r = decode_speed(cfg, device, dtype, min(cfg.block_size - 16, 64 if config.quick else 256), best)
+            line = f"{r['tokens_per_s']:10,.0f} {r['bound']:10,.0f} {r['ratio']:7.1%}"
+        except Exception as e:
+            r = {"name": f"decoding {str(dtype)[6:]}", "failed": reason(e)}
+            line = f"FAILED   {r['failed']}"
+        print(f"  {str(dtype)[6:]:18} {line}", flush=True)
         rows.append(r)
     free(device)
     return {"bytes_per_s": best, "rows": rows}
@@ -248,7 +258,7 @@ def main(config: GpuCheckConfig) -> tuple[dict, bool]:
         for what in [f"training {shape.name}" for shape in SHAPES] + ["decoding"]:
             print(f"  {what:24} skipped  needs CUDA")
     failed = [c["name"] for c in result.get("checks", []) if c["status"] == "FAILED"]
-    failed += [r["name"] for r in result.get("training", []) if "failed" in r]
+    failed += [r["name"] for r in result.get("training", []) + result.get("decoding", {}).get("rows", []) if "failed" in r]
     return {**result, "failed": failed}, not failed
 
 

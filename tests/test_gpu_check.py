@@ -178,3 +178,9 @@ def test_decoding_is_measured_against_the_bandwidth(capsys):
         assert r["bound"] == pytest.approx(result["bytes_per_s"] / (width * (matrices + 2 * 2 * 16 * (16 + 8))))
         assert r["ratio"] == pytest.approx(r["tokens_per_s"] / r["bound"])
     assert capsys.readouterr().out.count("%") == 2
+
+
+def test_decoding_that_fails_is_one_line_a_dtype(monkeypatch, capsys):
+    monkeypatch.setattr(gpu_check, "decode_speed", lambda cfg, device, dtype, tokens, best: (_ for _ in ()).throw(RuntimeError(f"no kernel for {dtype}\nat length")))
+    assert [r["failed"] for r in gpu_check.decoding(SMALL, CPU, 2**20, GpuCheckConfig(quick=True))["rows"]] == [f"RuntimeError: no kernel for {d}" for d in (torch.bfloat16, torch.float32)]
+    assert capsys.readouterr().out.count("FAILED") == 2
