@@ -67,6 +67,7 @@ def train(config: TrainConfig) -> Progress:
     cast = partial(autocast, device, dtype)
     rows = config.batch_size * config.gradient_accumulation_steps
     loader = corpus.train(config.block_size, rows, config.seed, ranks.rank, ranks.size)
+    read = lambda i: loader.batch(i).pin_memory() if device.type == "cuda" else loader.batch(i)
     val = corpus.val(config.block_size, config.batch_size, config.eval_iters or None)
 
     # model and optimizer
@@ -117,6 +118,7 @@ def train(config: TrainConfig) -> Progress:
     if ranks.first:                          # DDP: one rank logs and saves
         make_room(out, resuming=progress.iter > 0)
     log = Log(config, progress.iter, model.flops_per_token(config.block_size) / ranks.size, device, dtype, ranks.first)
+    ahead = read(progress.iter)
     skipped = 0                              # steps in a row whose loss or gradient is no number
     with Interrupt() as stop:
         for i in range(progress.iter, config.max_iters):
@@ -124,8 +126,9 @@ def train(config: TrainConfig) -> Progress:
             torch.manual_seed(config.seed + 7919 * (i + 1) + 104729 * ranks.rank)   # dropout by step: no generator's state to resume
             lr = set_learning_rate(optimizer, config, i)
 
-            batch = loader.batch(i).to(device)
+            batch = ahead.to(device, non_blocking=True)
             loss = backward(run, batch[:, :-1], batch[:, 1:], config.batch_size, cast, ranks, scaler.scale)
+            ahead = read(i + 1)                  # while a GPU is at work: float(loss) waits for it
             scaler.unscale_(optimizer)
             norm = torch.nn.utils.clip_grad_norm_(model.parameters(), config.grad_clip or float("inf"))
             values = {"loss": float(loss), "lr": lr, "grad_norm": float(norm)}

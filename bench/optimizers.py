@@ -17,13 +17,13 @@ class OptimizersConfig:
 
     preset: str = "config/demo.py"
     """the model and everything that is not the optimizer's"""
-    steps: int = 1200
+    steps: int = 600
     """AdamW's"""
-    adamw_lrs: str = "2e-3 4e-3"
+    adamw_lrs: str = "4e-3 8e-3 1.6e-2"
     """AdamW's learning rates; the best counts"""
-    muon_lrs: str = "0.01 0.02"
+    muon_lrs: str = "0.02 0.04"
     """Muon's learning rates; the best at the largest share is kept"""
-    shares: str = "0.5 0.4 0.33"
+    shares: str = "0.48 0.4 0.34 0.28"
     """of AdamW's steps that Muon gets"""
     seed: int = 1337
     """of both"""

@@ -25,4 +25,5 @@ weight_decay = 0.1
 eval_interval = 1000
 eval_iters = 200
 
-# nanoGPT reports a validation loss of 2.85 with these settings (its README: 4 days on 8 A100 of 40 GB). No run of this file has been recorded yet.
+# nanoGPT reports a validation loss of 2.85 with these settings (its README: 4 days on 8 A100 of 40 GB).
+# No run of this file has been recorded yet.

@@ -105,9 +105,11 @@ def load_optimizer(step: Path, model: GPT, optimizer: torch.optim.Optimizer) -> 
         tensors = load_file(step / "optimizer.safetensors")
         named = {p: name for name, p in model.named_parameters()}
         for part in getattr(optimizer, "optimizers", [optimizer]):
-            keys = ("step", "exp_avg", "exp_avg_sq") if isinstance(part, torch.optim.AdamW) else ("step", "momentum_buffer")
+            adamw = isinstance(part, torch.optim.AdamW)
+            keys = ("exp_avg", "exp_avg_sq") if adamw else ("momentum_buffer",)
             for p in (p for group in part.param_groups for p in group["params"]):
                 part.state[p] = {key: tensors[f"{named[p]}.{key}"].to(p.device) for key in keys}
+                part.state[p]["step"] = tensors[f"{named[p]}.step"].to(p.device if adamw else "cpu")   # Muon reads it each step
 
 
 def find_step(path: str | Path | None, prefer: str = "best") -> Path:

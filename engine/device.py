@@ -11,11 +11,12 @@ from collections.abc import Callable
 import torch
 from torch import nn
 
-# Dense peaks in TFLOP/s as (bfloat16, float32 with TF32 off), from the vendors' data sheets, by a word of the device's name.
+# Dense peaks in TFLOP/s as (half precision, float32 with TF32 off), from the vendors' data sheets, by a word of the device's name.
 PEAKS = {
-    "B200": (2250, 80), "H200": (989, 67), "H100 PCIe": (756, 51), "H100": (989, 67), "GH200": (989, 67), "A100": (312, 19.5),
+    "B200": (2250, 80), "H200 NVL": (835, 60), "H200": (989, 67), "H100 NVL": (835, 60), "H100 PCIe": (756, 51), "H100": (989, 67),
+    "GH200": (989, 67), "A100": (312, 19.5),
     "L40S": (362, 91.6), "L40": (181, 90.5), "L4": (121, 30.3), "A10G": (70, 31.2), "A10": (125, 31.2), "A6000": (155, 38.7),
-    "RTX 4090": (165, 82.6), "RTX 3090": (71, 35.6), "V100": (0, 15.7), "T4": (0, 8.1),
+    "RTX 4090": (165, 82.6), "RTX 3090": (71, 35.6), "V100": (125, 15.7), "T4": (65, 8.1),
 }
 
 

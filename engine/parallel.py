@@ -27,14 +27,15 @@ class Ranks:
         if self.size > 1 and device in ("auto", "cuda") and torch.cuda.is_available():
             device = f"cuda:{os.environ.get('LOCAL_RANK', 0)}"
         self.device = pick_device(device)
+        if self.device.index is not None:
+            torch.cuda.set_device(self.device)
         if self.size > 1 and not dist.is_initialized():
-            if self.device.type == "cuda":
-                torch.cuda.set_device(self.device)
-            dist.init_process_group("nccl" if self.device.type == "cuda" else "gloo", timeout=TIMEOUT)
+            on_cuda = self.device.type == "cuda"
+            dist.init_process_group("nccl" if on_cuda else "gloo", timeout=TIMEOUT, device_id=self.device if on_cuda else None)
 
     def wrap(self, model: nn.Module) -> nn.Module:
         """The same model, whose backward averages the gradients over the ranks."""
-        self.wrapped = nn.parallel.DistributedDataParallel(model) if self.size > 1 else model
+        self.wrapped = nn.parallel.DistributedDataParallel(model, gradient_as_bucket_view=True) if self.size > 1 else model
         return self.wrapped
 
     def sync(self, wanted: bool) -> AbstractContextManager:

@@ -14,7 +14,7 @@ from config.check import check_fields, check_range
 from mixers.mixer import Mixer
 from ops.attend import How, attend, choose
 from ops.positions import Keys, Positions
-from ops.rope import alibi_slopes, angles, inverse_frequencies, rotate
+from ops.rope import alibi_slopes, rope_table, rotate
 
 
 @dataclass
@@ -59,7 +59,8 @@ class Attention(Mixer):
         if self.cfg.qk_norm:       # in float32, which the rotation takes anyway
             q, k = (F.rms_norm(t.float(), (self.D,), norm.weight.float(), norm.eps) for t, norm in ((q, self.q_norm), (k, self.k_norm)))
         if self.rope:
-            cos, sin = at.once(("rope", self.D), lambda: angles(at.pos, inverse_frequencies(self.D, self.cfg.rope_theta, x.device)))
+            pos = at.pos[:1] if at.plain else at.pos     # plain rows are alike
+            cos, sin = at.once(("rope", self.D), lambda: rope_table(pos, self.D, self.cfg.rope_theta))
             q, k = rotate(q, cos, sin, self.cfg.rope_layout), rotate(k, cos, sin, self.cfg.rope_layout)
         q, k = q.type_as(v), k.type_as(v)
         y = self.attend_keys(q, k, v, at) if state is None else self.attend_past(q, k, v, at, state["k"], state["v"])

@@ -176,8 +176,8 @@ def sdpa(q: Tensor, k: Tensor, v: Tensor, at: Positions, keys: Keys, how: How) -
 
 def fused(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, how: How, is_causal: bool = False) -> Tensor:
     gqa = q.shape[1] != k.shape[1]
-    if gqa and q.device.type != "cpu" and (mask is not None or q.device.type == "mps"):
-        k, v, gqa = spread(k, q.shape[1]), spread(v, q.shape[1]), False    # CUDA's masked kernels take equal heads only
+    if gqa and q.device.type != "cpu" and (mask is not None or q.dtype == torch.float32 or q.device.type == "mps"):
+        k, v, gqa = spread(k, q.shape[1]), spread(v, q.shape[1]), False    # CUDA's masked and float32 kernels take equal heads only
     return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, dropout_p=how.dropout, is_causal=is_causal, scale=how.scale,
                                           enable_gqa=gqa)
 
@@ -259,7 +259,7 @@ def flex(q: Tensor, k: Tensor, v: Tensor, at: Positions, keys: Keys, how: How) -
     block_mask = at.once(("flex", keys.name, how.window, how.sinks, how.causal), blocks) if keep is None else blocks()
     run: Any = flex_attention if q.device.type == "cpu" or torch.compiler.is_compiling() else compiled_flex()
     changes = how.softcap or how.slopes is not None
-    if q.device.type == "cpu":
+    if q.device.type == "cpu" and not torch.compiler.is_compiling():
         warnings.filterwarnings("ignore", message="flex_attention called without torch.compile")   # compiling takes 17 s there, for nothing
     return run(q, k, v, score_mod=score if changes else None, block_mask=block_mask, scale=how.scale, enable_gqa=q.shape[1] != k.shape[1])
 

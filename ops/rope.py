@@ -23,6 +23,18 @@ def angles(pos: Tensor, inv_freq: Tensor) -> tuple[Tensor, Tensor]:
     return a.cos().float(), a.sin().float()
 
 
+@torch.library.custom_op("heed::rope_table", mutates_args=())
+def rope_table(pos: Tensor, D: int, theta: float) -> tuple[Tensor, Tensor]:
+    """`angles` of D channels with base theta, opaque to torch.compile, which would compute them again in every layer and head."""
+    return angles(pos, inverse_frequencies(D, theta, pos.device))
+
+
+@rope_table.register_fake
+def _(pos: Tensor, D: int, theta: float) -> tuple[Tensor, Tensor]:
+    cos, sin = (pos.new_empty(pos.shape[0], 1, pos.shape[1], D // 2, dtype=torch.float32) for _ in range(2))
+    return cos, sin
+
+
 def rotate(x: Tensor, cos: Tensor, sin: Tensor, layout: str = "half") -> Tensor:
     """Turns the pairs of x (B, H, T, D) by their angles. Pairs are (i, i + D/2) in the "half" layout of Hugging Face's
     checkpoints, (2i, 2i + 1) in the "interleaved" one of Meta's; scores agree after permuting the rows of W_q and W_k."""

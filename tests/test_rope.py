@@ -15,14 +15,14 @@ def test_angles_keep_every_position_apart_whatever_the_models_dtype(under):
     model = tiny(n_embd=64, n_head=1)
     seen = []
     import mixers.attention as module
-    original, module.angles = module.angles, lambda *a: seen.append(original(*a)) or seen[-1]
+    original, module.rope_table = module.rope_table, lambda *a: seen.append(original(*a)) or seen[-1]
     try:
         if under == "bfloat16 model":
             model = model.to(torch.bfloat16)
         with torch.autocast("cpu", torch.bfloat16, enabled=under == "autocast"):
             model(torch.zeros_like(FAR), pos=FAR)
     finally:
-        module.angles = original
+        module.rope_table = original
     cos, sin = seen[0]
     exact = FAR[0, :, None].double() * 10000.0 ** (-torch.arange(0, 64, 2).double() / 64)
     assert cos.dtype == torch.float32
