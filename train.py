@@ -111,7 +111,7 @@ def train(config: TrainConfig) -> Progress:
         make_room(out, resuming=progress.iter > 0)
     log = Log(config, progress.iter, model.flops_per_token(config.block_size) / ranks.size, device, dtype, ranks.first)
     skipped = 0                              # steps in a row whose loss or gradient is no number
-    with Interrupt() as stop:
+    with log, Interrupt() as stop:
         for i in range(progress.iter, config.max_iters):
             started = time.perf_counter()
             torch.manual_seed(config.seed + 7919 * (i + 1) + 104729 * ranks.rank)   # dropout by step: no generator's state to resume
@@ -141,6 +141,7 @@ def train(config: TrainConfig) -> Progress:
                 progress.val_loss = evaluate()
                 best = progress.note(progress.val_loss)
                 log.evaluation(i + 1, {"tokens": progress.tokens, "val_loss": progress.val_loss}, " (best)" if best else "")
+                log.sample(i + 1, progress.tokens, model, corpus.tokenizer)
                 last = last or 0 < config.patience <= progress.stale
             leave = ranks.any(bool(stop))    # DDP: all ranks or none
             if ranks.first and ((i + 1) % config.eval_interval == 0 or last or leave):
@@ -152,7 +153,6 @@ def train(config: TrainConfig) -> Progress:
             if last and i + 1 < config.max_iters:
                 ranks.say(f"no better loss in {progress.stale} evaluations: the run ends; its best is step {progress.best_iter}")
                 break
-    log.close()
     return progress
 
 
