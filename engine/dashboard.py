@@ -30,8 +30,8 @@ INIT, FINISH = 30, 6     # seconds: for a server to take a run up, and at the en
 
 
 class Dashboard:
-    """`log` a line of metrics.jsonl, `close` at the end. A run resumed at step `start` goes on in its wandb run, whose id is a file
-    in its folder; `old` are its lines until then."""
+    """`log` a line of metrics.jsonl, `close` at the end. What is resumed at step `start`, with the lines `old` until then, goes on in
+    the same wandb run: its id is a file in the run's folder."""
 
     def __init__(self, config: TrainConfig, start: int, old: list[dict], device: torch.device, say: Callable[[str], None]):
         self.config, self.device, self.say = config, device, say
@@ -41,14 +41,14 @@ class Dashboard:
         self.id = file.read_text(encoding="utf-8").strip() if known else uuid.uuid4().hex[:8]
         file.write_text(self.id, encoding="utf-8")
         self.items: queue.SimpleQueue[dict | None] = queue.SimpleQueue()
-        self.samples: list[list] = []
-        self.up, self.failed = False, False
+        self.samples = [[line["iter"], line["tokens"], text] for line in old for text in line.get("samples", [])]
+        self.waiting, self.failed = False, False
         self.teardown: Callable[[], Any] = lambda: None
         self.thread = threading.Thread(target=self.work, name="wandb", daemon=True)
         self.thread.start()
         for line in old:     # wandb may lack the last of them after a kill: logged twice they do no harm
-            if not known or "samples" in line or line["iter"] > start - config.eval_interval:
-                self.log(line)
+            if not known or line["iter"] > start - config.eval_interval:
+                self.log({k: v for k, v in line.items() if k != "samples"})
 
     def log(self, line: dict) -> None:
         if self.thread.is_alive():
@@ -58,10 +58,10 @@ class Dashboard:
         """Takes a few seconds at most; what no server has taken by then is on the disk."""
         self.failed = failed
         self.items.put(None)
-        self.thread.join(FINISH)
-        if self.thread.is_alive() and not self.up:      # init still waits for a server: it fails by this, and begins offline
-            threading.Thread(target=self.teardown, daemon=True).start()
-        self.thread.join(FINISH)
+        for _ in range(3):
+            self.thread.join(FINISH)
+            if self.waiting:                            # for a server: by this init fails, and the run begins offline
+                threading.Thread(target=self.teardown, daemon=True).start()
         if self.thread.is_alive():
             self.say("warning: wandb does not come to its end and is left behind; metrics.jsonl has everything")
 
@@ -81,20 +81,20 @@ class Dashboard:
                 if mode == "online" and not wandb.login(prompt=False, verify=False):
                     mode = "offline"
                 name = self.config.wandb_run_name or self.out.resolve().name
+                self.waiting = mode == "online"
                 run = wandb.init(project=self.config.wandb_project, name=name, id=self.id, resume="allow", config=self.about(),
                                  allow_val_change=True, reinit="create_new", mode=mode, settings=settings)
-                self.up = True
+                self.waiting = False
                 return self.send(run, wandb.Table)
             except Exception as e:
-                self.say(f"warning: wandb has failed ({type(e).__name__}: {' '.join(str(e).split())[:150]}); the run goes on "
-                         + ("without it" if last else "with it offline"))
-                self.up, mode = False, "offline"
+                self.say(f"warning: wandb has failed ({short(e)}); the run goes on {'without it' if last else 'with it offline'}")
+                self.waiting, mode = False, "offline"
                 with contextlib.suppress(Exception, SystemExit):
                     wandb.teardown()
 
     def send(self, run: Any, table: Callable) -> None:
         """The queue, to its end."""
-        folder = Path(os.path.relpath(Path(run.dir).parent))
+        folder = Path(run.dir).parent
         if run.settings.mode == "offline":
             older = [p for p in folder.parent.glob(f"offline-run-*-{self.id}") if any(f.stat().st_size > 7 for f in p.glob("*.wandb"))]
             self.say(f"wandb is offline; to upload the run: wandb sync {shlex.join(map(str, sorted({folder, *older})))}")
@@ -111,8 +111,8 @@ class Dashboard:
             run.log(values)                             # no step: wandb drops what does not exceed its last one, as after resuming
         try:
             run.finish(exit_code=int(self.failed))
-        except TimeoutError:
-            self.say(f"wandb's server has not taken everything; to upload the rest: wandb sync {shlex.quote(str(folder))}")
+        except Exception as e:                          # most likely a time-out
+            self.say(f"warning: not all has reached wandb ({short(e)}); to upload the rest: wandb sync {shlex.quote(str(folder))}")
 
     def about(self) -> dict:
         """The settings, and what else the numbers depend on."""
@@ -126,6 +126,10 @@ def renamed(key: str) -> str:
     """val_loss/plays -> val/loss/plays"""
     first, slash, rest = key.partition("/")
     return NAMES.get(first, first) + slash + rest
+
+
+def short(e: Exception) -> str:
+    return f"{type(e).__name__}: {' '.join(str(e).split())[:150]}"
 
 
 def git() -> dict:

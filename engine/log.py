@@ -18,7 +18,7 @@ from tqdm import tqdm
 
 from config import TrainConfig
 from data.tokenizer import Tokenizer
-from engine.dashboard import Dashboard, sample
+from engine.dashboard import Dashboard, sample, short
 from engine.device import peak_flops, peak_memory
 from model import GPT
 
@@ -166,11 +166,11 @@ class Log:
 
     def sample(self, i: int, tokens: int, model: GPT, tokenizer: Tokenizer) -> None:
         """For the dashboard, where there is one; what goes wrong is one line."""
-        if self.shown and self.dashboard:
+        if self.shown and self.dashboard and self.dashboard.thread.is_alive():
             try:
                 self.write({"iter": i, "tokens": tokens, "samples": sample(model, tokenizer)})
             except Exception as e:
-                say(f"warning: no samples ({type(e).__name__}: {' '.join(str(e).split())[:150]})")
+                say(f"warning: no samples ({short(e)})")
 
     def close(self, failed: bool = False) -> None:
         if self.shown:

@@ -104,7 +104,7 @@ def test_a_resumed_run_goes_on_in_its_own_without_holes(config, fake):  # noqa: 
     assert a == b != c
     steps = [r["iter"] for r in wandb.rows if "train/loss" in r][:9]
     assert steps == [*range(4, 13)] and [r["iter"] for r in first if "train/loss" in r] == [*range(1, 7)]
-    assert [r[0] for r in [r for r in wandb.rows if "samples" in r][3]["samples"][1]] == [3, 3, 6, 6, 9, 9, 12, 12]
+    assert [r[0] for r in [r for r in wandb.rows if "samples" in r][1]["samples"][1]] == [3, 3, 6, 6, 9, 9, 12, 12]
 
 
 def test_a_run_that_had_no_dashboard_gets_a_whole_one(config, fake):  # noqa: F811
@@ -134,7 +134,8 @@ def test_whatever_wandb_raises_the_run_goes_on(config, fake, capsys, what):  # n
     assert train(replace(config, wandb_log=True, eval_interval=6)).iter == 12
     assert len(metrics(config.out_dir)) == 12
     out = capsys.readouterr().out
-    assert 1 <= out.count("warning: wandb has failed (RuntimeError: it is broken really)") <= 2
+    assert 1 <= out.count("(RuntimeError: it is broken really)") <= 2 and out.count("warning") <= 2
+    assert what != "finish" or "to upload the rest: wandb sync wandb/run-1" in out
 
 
 def test_samples_that_fail_are_one_line(config, fake, capsys, monkeypatch):  # noqa: F811
@@ -222,10 +223,10 @@ def test_killed_and_resumed_offline_no_step_is_missing(config, env):  # noqa: F8
     """P73: also where the kill comes right after a checkpoint."""
     config = replace(config, wandb_log=True, eval_interval=20, max_iters=100_000, lr_decay_iters=40)
     child = subprocess.Popen(command(config), env=env, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-    while not offline(env) or not any(history(folder) for folder in offline(env)):
+    lines = Path(config.out_dir) / "metrics.jsonl"
+    while not any(f.stat().st_size > 10_000 for f in Path(env["WANDB_DIR"]).glob("wandb/*/*.wandb")):
         time.sleep(0.05)
-    now = sum(1 for _ in open(Path(config.out_dir) / "metrics.jsonl"))
-    wait_for(Path(config.out_dir) / "metrics.jsonl", f'"iter": {(now // 20 + 3) * 20 + 5},')
+    wait_for(lines, f'"iter": {lines.read_text().count("lr") // 20 * 20 + 65},')
     child.kill()
     child.wait()
     n = read_progress(find_step(config.out_dir, "latest")).iter
