@@ -43,7 +43,6 @@ class Dashboard:
         self.items: queue.SimpleQueue[dict | None] = queue.SimpleQueue()
         self.samples = [[line["iter"], line["tokens"], text] for line in old for text in line.get("samples", [])]
         self.waiting, self.failed = False, False
-        self.teardown: Callable[[], Any] = lambda: None
         self.thread = threading.Thread(target=self.work, name="wandb", daemon=True)
         self.thread.start()
         for line in old:     # wandb may lack the last of them after a kill: logged twice they do no harm
@@ -60,16 +59,16 @@ class Dashboard:
         self.items.put(None)
         for _ in range(3):
             self.thread.join(FINISH)
-            if self.waiting:                            # for a server: by this init fails, and the run begins offline
-                threading.Thread(target=self.teardown, daemon=True).start()
+            if self.waiting:
+                threading.Thread(target=self.cut, daemon=True).start()
         if self.thread.is_alive():
             self.say("warning: wandb does not come to its end and is left behind; metrics.jsonl has everything")
 
     def work(self) -> None:
         try:
             import wandb
-            self.teardown = wandb.teardown
-        except (ImportError, AttributeError):           # an old folder ./wandb passes for an empty package
+            from wandb import init  # noqa: F401 - a folder ./wandb of older runs passes for a package, an empty one
+        except ImportError:
             return self.say("wandb is not installed, so there is no dashboard: pip install wandb")
         mode: Any = self.config.wandb_mode
         for last in (False, True):
@@ -91,6 +90,15 @@ class Dashboard:
                 self.waiting, mode = False, "offline"
                 with contextlib.suppress(Exception, SystemExit):
                     wandb.teardown()
+
+    def cut(self) -> None:
+        """Makes an init fail that waits for a server, so that the run begins offline. wandb's own process would go on waiting, with
+        standard output held open."""
+        import wandb
+        with contextlib.suppress(Exception):
+            wandb.sdk.wandb_setup.singleton()._connection._proc._process.kill()  # type: ignore[union-attr]
+        with contextlib.suppress(Exception, SystemExit):
+            wandb.teardown()
 
     def send(self, run: Any, table: Callable) -> None:
         """The queue, to its end."""
