@@ -111,16 +111,31 @@ class Dashboard:
         run.define_metric("tokens")
         run.define_metric("*", step_metric="tokens")
         run.define_metric("val/loss", step_metric="tokens", summary="min")
+        showing = threading.Thread()
+        showing.start()
         while (line := self.items.get()) is not None:
             values: dict[str, Any] = {renamed(k): v for k, v in line.items() if isinstance(v, (int, float))}
-            if "samples" in line:
-                self.samples += [[line["iter"], line["tokens"], text] for text in line["samples"]]
+            if "samples" not in line:
+                run.log(values)                         # no step: wandb drops what does not exceed its last one, as after resuming
+                continue
+            self.samples += [[line["iter"], line["tokens"], text] for text in line["samples"]]
+            if not showing.is_alive():                  # the next table has these rows too
                 values["samples"] = table(columns=["iter", "tokens", "text"], data=list(self.samples))
-            run.log(values)                             # no step: wandb drops what does not exceed its last one, as after resuming
+                showing = threading.Thread(target=self.show, args=(run, values), daemon=True)
+                showing.start()
+                showing.join(1)
+        showing.join(FINISH)
         try:
             run.finish(exit_code=int(self.failed))
         except Exception as e:                          # most likely a time-out
             self.say(f"warning: not all has reached wandb ({short(e)}); to upload the rest: wandb sync {shlex.quote(str(folder))}")
+
+    def show(self, run: Any, values: dict) -> None:
+        """In a thread of its own: for a table, wandb waits for the server."""
+        try:
+            run.log(values)
+        except Exception as e:
+            self.say(f"warning: wandb shows no samples ({short(e)})")
 
     def about(self) -> dict:
         """The settings, and what else the numbers depend on."""
