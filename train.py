@@ -117,10 +117,10 @@ def train(config: TrainConfig) -> Progress:
     out = Path(config.out_dir or "out/default")
     if ranks.first:                          # DDP: one rank logs and saves
         make_room(out, resuming=progress.iter > 0)
-    log = Log(config, progress.iter, model.flops_per_token(config.block_size) / ranks.size, device, dtype, ranks.first)
     ahead = read(progress.iter)
+    log = Log(config, progress.iter, model.flops_per_token(config.block_size) / ranks.size, device, dtype, ranks.first)
     skipped = 0                              # steps in a row whose loss or gradient is no number
-    with Interrupt() as stop:
+    with log, Interrupt() as stop:
         for i in range(progress.iter, config.max_iters):
             started = time.perf_counter()
             torch.manual_seed(config.seed + 7919 * (i + 1) + 104729 * ranks.rank)   # dropout by step: no generator's state to resume
@@ -152,6 +152,7 @@ def train(config: TrainConfig) -> Progress:
                 progress.val_loss = losses["val_loss"]
                 best = progress.note(progress.val_loss)
                 log.evaluation(i + 1, {"tokens": progress.tokens, **losses}, " (best)" if best else "")
+                log.sample(i + 1, progress.tokens, model, corpus.tokenizer)
                 last = last or 0 < config.patience <= progress.stale
             leave = ranks.any(bool(stop))    # DDP: all ranks or none
             if ranks.first and ((i + 1) % config.eval_interval == 0 or last or leave):
@@ -163,7 +164,6 @@ def train(config: TrainConfig) -> Progress:
             if last and i + 1 < config.max_iters:
                 ranks.say(f"no better loss in {progress.stale} evaluations: the run ends; its best is step {progress.best_iter}")
                 break
-    log.close()
     return progress
 
 

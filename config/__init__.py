@@ -159,6 +159,14 @@ class TrainConfig(GPTConfig):
     """torch.compile (None: on CUDA)"""
     seed: int = 1337
     """of weights, data order and dropout"""
+    wandb_log: bool = False
+    """show the run on Weights & Biases too (pip install wandb); metrics.jsonl is written in any case"""
+    wandb_project: str = "heed"
+    """the project there"""
+    wandb_run_name: str | None = None
+    """the run's name there (None: that of out_dir)"""
+    wandb_mode: Literal["auto", "online", "offline", "disabled"] = "auto"
+    """auto: what WANDB_MODE says, else online with a key (wandb login), offline without; it never asks"""
 
     def __post_init__(self) -> None:
         super().__post_init__()

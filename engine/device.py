@@ -85,6 +85,17 @@ def peak_flops(device: torch.device, dtype: torch.dtype) -> float | None:
     return 1e12 * (single if dtype == torch.float32 else half) or None
 
 
+def peak_memory(device: torch.device) -> float | None:
+    """GB, the most so far: of tensors on CUDA, else of the whole process; None where the system does not say."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device) / 1e9
+    try:
+        import resource
+    except ImportError:                        # Windows
+        return None
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024) / 1e9
+
+
 def compiled(model: nn.Module, wanted: bool | None, device: torch.device) -> Callable[..., torch.Tensor]:
     """torch.compile, where it is wanted (None: on CUDA) and works; otherwise the model itself, after one warning."""
     if not (device.type == "cuda" if wanted is None else wanted):

@@ -18,7 +18,9 @@ from tqdm import tqdm
 
 from config import TrainConfig
 from data.mixture import Mixture
-from engine.device import peak_flops
+from data.tokenizer import Tokenizer
+from engine.dashboard import Dashboard, sample, short
+from engine.device import peak_flops, peak_memory
 from model import GPT
 
 NAMES = {"wte": "embedding", "wpe": "positions", "mixer": "mixers", "mlp": "feed-forward"}
@@ -105,7 +107,8 @@ def say(text: str) -> None:
 
 class Log:
     """metrics.jsonl, a line a `log_interval` and an evaluation, nothing rounded; for people a progress bar, or lines where there is
-    no terminal. A resumed run keeps its lines up to the step that it goes on from. Not `shown` (another rank shows): nothing."""
+    no terminal; and wandb where it is asked for. `with` ends it. A resumed run keeps its lines up to the step that it goes on from.
+    Not `shown` (another rank shows): nothing."""
 
     def __init__(self, config: TrainConfig, start: int, flops_per_token: float, device: torch.device, dtype: torch.dtype,
                  shown: bool = True):
@@ -120,8 +123,12 @@ class Log:
         os.replace(new, self.path)
         self.bar = tqdm(total=config.max_iters, initial=start, unit="step", dynamic_ncols=True, disable=None, smoothing=0.05)
         self.tokens, self.seconds, self.first, self.told = 0, 0.0, True, False
+        self.device = device
+        self.dashboard = Dashboard(config, start, kept, device, say) if config.wandb_log and config.wandb_mode != "disabled" else None
 
     def write(self, line: dict) -> None:
+        if self.dashboard:
+            self.dashboard.log(line)
         line = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in line.items()}    # JSON knows no NaN
         with open(self.path, "a", encoding="utf-8") as f:
             f.write(json.dumps(line) + "\n")
@@ -139,7 +146,7 @@ class Log:
             return
         rate = self.tokens / self.seconds if self.seconds else None
         mfu = rate * self.flops / self.peak if rate and self.peak else None
-        self.write({"iter": i, **values, "tokens_per_s": rate, **({"mfu": mfu} if mfu else {})})
+        self.write({"iter": i, **values, "tokens_per_s": rate, **({"mfu": mfu} if mfu else {}), "memory_gb": peak_memory(self.device)})
         text = f"loss {values['loss']:.3f}, lr {values['lr']:.2g}" + (f", {count(rate)}tokens/s" if rate else "")
         text += f", MFU {mfu:.1%}" if mfu else ""
         self.bar.set_postfix_str(text)
@@ -159,6 +166,22 @@ class Log:
         self.write({"iter": i, **values})
         say(f"step {i}: validation loss {values['val_loss']:.4f}{remark}")
 
-    def close(self) -> None:
+    def sample(self, i: int, tokens: int, model: GPT, tokenizer: Tokenizer) -> None:
+        """For the dashboard, where there is one; what goes wrong is one line."""
+        if self.shown and self.dashboard and self.dashboard.thread.is_alive():
+            try:
+                self.write({"iter": i, "tokens": tokens, "samples": sample(model, tokenizer)})
+            except Exception as e:
+                say(f"warning: no samples ({short(e)})")
+
+    def close(self, failed: bool = False) -> None:
         if self.shown:
             self.bar.close()
+            if self.dashboard:
+                self.dashboard.close(failed)
+
+    def __enter__(self) -> Log:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *exc: object) -> None:
+        self.close(failed=kind is not None)
