@@ -17,15 +17,16 @@ from collections import deque
 from collections.abc import Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 from tqdm import tqdm
 
+from data import published
 from data import tokenizer as tokenizers
 from data.documents import PIECE, Documents, Piece, pieces, survey
 from data.shards import UNFINISHED, Corpus, ShardWriter
-from data.tokenizer import Bytes, Characters, Tokenizer, train_bpe
+from data.tokenizer import Bytes, Characters, Published, Tokenizer, train_bpe
 
 DATA = Path(__file__).resolve().parent
 FORMAT = 1   # raise when the same text and settings give other files
@@ -33,9 +34,11 @@ SPLITS = ("train", "val")
 
 
 def fit(kind: str, vocab_size: int, text: Iterable[Piece]) -> Tokenizer:
-    """The tokenizer of a corpus: all its characters, or merges learned from the training split."""
+    """The tokenizer of a corpus: a published one, all its characters, or merges learned from the training split."""
     if kind == "byte":
         return Bytes()
+    if kind in get_args(Published):
+        return published.load(kind)
     if kind == "bpe":
         bpe = train_bpe((t for split, _, t in text if split == "train"), vocab_size)
         if bpe.vocab_size < vocab_size:
@@ -193,7 +196,7 @@ def build(out: str | Path, documents: Documents, tokenizer: str, vocab_size: int
           workers: int = 0) -> Path:
     """Prepare a folder from documents, unless it holds the same already; returns it.
 
-    tokenizer: "char", "byte" or "bpe". workers: threads, 0 for all cores; the files are the same for any number.
+    tokenizer: one of `data.tokenizer.Kind`. workers: threads, 0 for all cores; the files are the same for any number.
     ValueError, before anything is replaced, for input that cannot be used.
     """
     out = Path(out)
@@ -212,7 +215,7 @@ def build(out: str | Path, documents: Documents, tokenizer: str, vocab_size: int
         threads = workers if workers > 0 else os.cpu_count() or 1
         with tqdm(total=found.bytes, unit="B", unit_scale=True, desc=f"preparing {out.name}", leave=False) as bar:
             def watched() -> Iterator[tuple[str, np.ndarray, int, int]]:
-                for item in encode_all(pieces(documents, found, val_fraction), fitted, threads):
+                for item in encode_all(pieces(documents, found, val_fraction, fitted.cuts), fitted, threads):
                     bar.update(item[3])
                     yield item
 
