@@ -50,12 +50,14 @@ def fit(kind: str, vocab_size: int, text: Iterable[Piece]) -> Tokenizer:
     return Characters(map(chr, np.flatnonzero(seen)))
 
 
-def encode_all(text: Iterable[Piece], tokenizer: Tokenizer, workers: int) -> Iterator[tuple[str, np.ndarray, int, int]]:
+def encode_all(text: Iterable[Piece], tokenizer: Tokenizer, workers: int,
+               begun: Iterable[str] = ()) -> Iterator[tuple[str, np.ndarray, int, int]]:
     """(split, ids, documents begun, bytes) in the order of the text, encoded by `workers` threads (tiktoken and numpy
-    release the interpreter's lock, so threads scale, and there is nothing that spawn could start twice)."""
+    release the interpreter's lock, so threads scale, and there is nothing that spawn could start twice). begun: splits
+    that hold documents already, so that end-of-text goes before the first one too."""
     work: deque[Future[list[tuple[str, np.ndarray, int, int]]]] = deque()
     with ThreadPoolExecutor(workers) as pool:
-        for group in _groups(text):
+        for group in _groups(text, set(begun)):
             work.append(pool.submit(_encode, group, tokenizer))
             if len(work) > 2 * workers:
                 yield from work.popleft().result()
@@ -63,9 +65,8 @@ def encode_all(text: Iterable[Piece], tokenizer: Tokenizer, workers: int) -> Ite
             yield from work.popleft().result()
 
 
-def _groups(text: Iterable[Piece]) -> Iterator[list[tuple[Piece, bool]]]:
+def _groups(text: Iterable[Piece], begun: set[str]) -> Iterator[list[tuple[Piece, bool]]]:
     """Pieces gathered to about PIECE characters, each with whether end-of-text goes before it."""
-    begun: set[str] = set()
     group: list[tuple[Piece, bool]] = []
     size = 0
     for piece in text:
@@ -93,10 +94,9 @@ def _encode(group: list[tuple[Piece, bool]], tokenizer: Tokenizer) -> list[tuple
 
 
 @contextlib.contextmanager
-def workplace(out: Path) -> Iterator[Path]:
-    """`<out>/.building`, empty, for this process alone: others wait. Removed at the end, whatever happens."""
+def locked(out: Path) -> Iterator[None]:
+    """The folder, made if need be, for this process alone: others wait."""
     out.mkdir(parents=True, exist_ok=True)
-    place = out / UNFINISHED
     with open(out / ".lock", "a+b") as f:
         with contextlib.suppress(OSError):   # a file system without locks: go on without
             if sys.platform == "win32":
@@ -110,7 +110,14 @@ def workplace(out: Path) -> Iterator[Path]:
                 import fcntl
 
                 fcntl.flock(f, fcntl.LOCK_EX)
-        finished = False
+        yield
+
+
+@contextlib.contextmanager
+def workplace(out: Path) -> Iterator[Path]:
+    """`<out>/.building`, empty, for this process alone: others wait. Removed at the end, whatever happens."""
+    place, finished = out / UNFINISHED, False
+    with locked(out):
         try:
             shutil.rmtree(place, ignore_errors=True)   # what a killed run left
             place.mkdir()
@@ -123,12 +130,17 @@ def workplace(out: Path) -> Iterator[Path]:
 
 def install(place: Path, out: Path) -> None:
     """Move the finished files into the folder; the old meta.json goes first, the new one comes last."""
+    clear(out)
+    for path in sorted(place.iterdir(), key=lambda p: p.name == "meta.json"):
+        os.replace(path, out / path.name)
+
+
+def clear(out: Path) -> None:
+    """Delete an older version: meta.json first, so that it does not look finished from then on."""
     (out / "meta.json").unlink(missing_ok=True)
     for name in SPLITS:
         for old in out.glob(f"{name}_*.bin"):
             old.unlink()
-    for path in sorted(place.iterdir(), key=lambda p: p.name == "meta.json"):
-        os.replace(path, out / path.name)
 
 
 def prepared(out: Path, sources: str, settings: dict[str, Any]) -> bool:
@@ -164,7 +176,12 @@ def describe(out: Path, meta: dict[str, Any]) -> str:
 def write(place: Path, stream: Iterable[tuple[str, np.ndarray, int, int]], tokenizer: Tokenizer,
           sources: str, settings: dict[str, Any]) -> dict[str, Any]:
     """Write the shards, tokenizer.json and meta.json into `place`; returns the meta. stream: as from `encode_all`."""
-    writers = {name: ShardWriter(place, name, tokenizer.vocab_size) for name in SPLITS}
+    return write_meta(place, write_ids(place, stream, tokenizer.vocab_size), tokenizer, sources, settings)
+
+
+def write_ids(place: Path, stream: Iterable[tuple[str, np.ndarray, int, int]], vocab_size: int) -> dict[str, Any]:
+    """Write the shards of both splits into `place`; returns the tokens, documents and bytes of each."""
+    writers = {name: ShardWriter(place, name, vocab_size) for name in SPLITS}
     counts = {name: [0, 0] for name in SPLITS}   # documents, bytes
     try:
         for name, ids, documents, size in stream:
@@ -174,14 +191,21 @@ def write(place: Path, stream: Iterable[tuple[str, np.ndarray, int, int]], token
     finally:
         for writer in writers.values():
             writer.close()
-    tokenizers.save(tokenizer, place / "tokenizer.json")
-    meta = {
-        "tokenizer": {"kind": tokenizer.kind, "hash": tokenizer.hash},
-        "vocab_size": tokenizer.vocab_size,
+    return {
         "dtype": str(writers["train"].dtype),
         "tokens": {name: writers[name].tokens for name in SPLITS},
         "documents": {name: counts[name][0] for name in SPLITS},
         "bytes": {name: counts[name][1] for name in SPLITS},
+    }
+
+
+def write_meta(place: Path, counts: dict[str, Any], tokenizer: Tokenizer, sources: str, settings: dict[str, Any]) -> dict[str, Any]:
+    """Write tokenizer.json and meta.json into `place`; returns the meta. counts: as from `write_ids`."""
+    tokenizers.save(tokenizer, place / "tokenizer.json")
+    meta = {
+        "tokenizer": {"kind": tokenizer.kind, "hash": tokenizer.hash},
+        "vocab_size": tokenizer.vocab_size,
+        **counts,
         "sources": sources,
         "settings": settings,
     }
