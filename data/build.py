@@ -17,15 +17,16 @@ from collections import deque
 from collections.abc import Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 from tqdm import tqdm
 
+from data import published
 from data import tokenizer as tokenizers
 from data.documents import PIECE, Documents, Piece, pieces, survey
 from data.shards import UNFINISHED, Corpus, ShardWriter
-from data.tokenizer import Bytes, Characters, Tokenizer, train_bpe
+from data.tokenizer import Bytes, Characters, Published, Tokenizer, train_bpe
 
 DATA = Path(__file__).resolve().parent
 FORMAT = 1   # raise when the same text and settings give other files
@@ -33,9 +34,11 @@ SPLITS = ("train", "val")
 
 
 def fit(kind: str, vocab_size: int, text: Iterable[Piece]) -> Tokenizer:
-    """The tokenizer of a corpus: all its characters, or merges learned from the training split."""
+    """The tokenizer of a corpus: a published one, all its characters, or merges learned from the training split."""
     if kind == "byte":
         return Bytes()
+    if kind in get_args(Published):
+        return published.load(kind)
     if kind == "bpe":
         bpe = train_bpe((t for split, _, t in text if split == "train"), vocab_size)
         if bpe.vocab_size < vocab_size:
@@ -47,12 +50,14 @@ def fit(kind: str, vocab_size: int, text: Iterable[Piece]) -> Tokenizer:
     return Characters(map(chr, np.flatnonzero(seen)))
 
 
-def encode_all(text: Iterable[Piece], tokenizer: Tokenizer, workers: int) -> Iterator[tuple[str, np.ndarray, int, int]]:
+def encode_all(text: Iterable[Piece], tokenizer: Tokenizer, workers: int,
+               begun: Iterable[str] = ()) -> Iterator[tuple[str, np.ndarray, int, int]]:
     """(split, ids, documents begun, bytes) in the order of the text, encoded by `workers` threads (tiktoken and numpy
-    release the interpreter's lock, so threads scale, and there is nothing that spawn could start twice)."""
+    release the interpreter's lock, so threads scale, and there is nothing that spawn could start twice). begun: splits
+    that hold documents already, so that end-of-text goes before the first one too."""
     work: deque[Future[list[tuple[str, np.ndarray, int, int]]]] = deque()
     with ThreadPoolExecutor(workers) as pool:
-        for group in _groups(text):
+        for group in _groups(text, set(begun)):
             work.append(pool.submit(_encode, group, tokenizer))
             if len(work) > 2 * workers:
                 yield from work.popleft().result()
@@ -60,9 +65,8 @@ def encode_all(text: Iterable[Piece], tokenizer: Tokenizer, workers: int) -> Ite
             yield from work.popleft().result()
 
 
-def _groups(text: Iterable[Piece]) -> Iterator[list[tuple[Piece, bool]]]:
+def _groups(text: Iterable[Piece], begun: set[str]) -> Iterator[list[tuple[Piece, bool]]]:
     """Pieces gathered to about PIECE characters, each with whether end-of-text goes before it."""
-    begun: set[str] = set()
     group: list[tuple[Piece, bool]] = []
     size = 0
     for piece in text:
@@ -90,10 +94,9 @@ def _encode(group: list[tuple[Piece, bool]], tokenizer: Tokenizer) -> list[tuple
 
 
 @contextlib.contextmanager
-def workplace(out: Path) -> Iterator[Path]:
-    """`<out>/.building`, empty, for this process alone: others wait. Removed at the end, whatever happens."""
+def locked(out: Path) -> Iterator[None]:
+    """The folder, made if need be, for this process alone: others wait."""
     out.mkdir(parents=True, exist_ok=True)
-    place = out / UNFINISHED
     with open(out / ".lock", "a+b") as f:
         with contextlib.suppress(OSError):   # a file system without locks: go on without
             if sys.platform == "win32":
@@ -107,7 +110,14 @@ def workplace(out: Path) -> Iterator[Path]:
                 import fcntl
 
                 fcntl.flock(f, fcntl.LOCK_EX)
-        finished = False
+        yield
+
+
+@contextlib.contextmanager
+def workplace(out: Path) -> Iterator[Path]:
+    """`<out>/.building`, empty, for this process alone: others wait. Removed at the end, whatever happens."""
+    place, finished = out / UNFINISHED, False
+    with locked(out):
         try:
             shutil.rmtree(place, ignore_errors=True)   # what a killed run left
             place.mkdir()
@@ -120,12 +130,17 @@ def workplace(out: Path) -> Iterator[Path]:
 
 def install(place: Path, out: Path) -> None:
     """Move the finished files into the folder; the old meta.json goes first, the new one comes last."""
+    clear(out)
+    for path in sorted(place.iterdir(), key=lambda p: p.name == "meta.json"):
+        os.replace(path, out / path.name)
+
+
+def clear(out: Path) -> None:
+    """Delete an older version: meta.json first, so that it does not look finished from then on."""
     (out / "meta.json").unlink(missing_ok=True)
     for name in SPLITS:
         for old in out.glob(f"{name}_*.bin"):
             old.unlink()
-    for path in sorted(place.iterdir(), key=lambda p: p.name == "meta.json"):
-        os.replace(path, out / path.name)
 
 
 def prepared(out: Path, sources: str, settings: dict[str, Any]) -> bool:
@@ -161,7 +176,12 @@ def describe(out: Path, meta: dict[str, Any]) -> str:
 def write(place: Path, stream: Iterable[tuple[str, np.ndarray, int, int]], tokenizer: Tokenizer,
           sources: str, settings: dict[str, Any]) -> dict[str, Any]:
     """Write the shards, tokenizer.json and meta.json into `place`; returns the meta. stream: as from `encode_all`."""
-    writers = {name: ShardWriter(place, name, tokenizer.vocab_size) for name in SPLITS}
+    return write_meta(place, write_ids(place, stream, tokenizer.vocab_size), tokenizer, sources, settings)
+
+
+def write_ids(place: Path, stream: Iterable[tuple[str, np.ndarray, int, int]], vocab_size: int) -> dict[str, Any]:
+    """Write the shards of both splits into `place`; returns the tokens, documents and bytes of each."""
+    writers = {name: ShardWriter(place, name, vocab_size) for name in SPLITS}
     counts = {name: [0, 0] for name in SPLITS}   # documents, bytes
     try:
         for name, ids, documents, size in stream:
@@ -171,14 +191,21 @@ def write(place: Path, stream: Iterable[tuple[str, np.ndarray, int, int]], token
     finally:
         for writer in writers.values():
             writer.close()
-    tokenizers.save(tokenizer, place / "tokenizer.json")
-    meta = {
-        "tokenizer": {"kind": tokenizer.kind, "hash": tokenizer.hash},
-        "vocab_size": tokenizer.vocab_size,
+    return {
         "dtype": str(writers["train"].dtype),
         "tokens": {name: writers[name].tokens for name in SPLITS},
         "documents": {name: counts[name][0] for name in SPLITS},
         "bytes": {name: counts[name][1] for name in SPLITS},
+    }
+
+
+def write_meta(place: Path, counts: dict[str, Any], tokenizer: Tokenizer, sources: str, settings: dict[str, Any]) -> dict[str, Any]:
+    """Write tokenizer.json and meta.json into `place`; returns the meta. counts: as from `write_ids`."""
+    tokenizers.save(tokenizer, place / "tokenizer.json")
+    meta = {
+        "tokenizer": {"kind": tokenizer.kind, "hash": tokenizer.hash},
+        "vocab_size": tokenizer.vocab_size,
+        **counts,
         "sources": sources,
         "settings": settings,
     }
@@ -193,7 +220,7 @@ def build(out: str | Path, documents: Documents, tokenizer: str, vocab_size: int
           workers: int = 0) -> Path:
     """Prepare a folder from documents, unless it holds the same already; returns it.
 
-    tokenizer: "char", "byte" or "bpe". workers: threads, 0 for all cores; the files are the same for any number.
+    tokenizer: one of `data.tokenizer.Kind`. workers: threads, 0 for all cores; the files are the same for any number.
     ValueError, before anything is replaced, for input that cannot be used.
     """
     out = Path(out)
@@ -212,7 +239,7 @@ def build(out: str | Path, documents: Documents, tokenizer: str, vocab_size: int
         threads = workers if workers > 0 else os.cpu_count() or 1
         with tqdm(total=found.bytes, unit="B", unit_scale=True, desc=f"preparing {out.name}", leave=False) as bar:
             def watched() -> Iterator[tuple[str, np.ndarray, int, int]]:
-                for item in encode_all(pieces(documents, found, val_fraction), fitted, threads):
+                for item in encode_all(pieces(documents, found, val_fraction, fitted.cuts), fitted, threads):
                     bar.update(item[3])
                     yield item
 

@@ -5,8 +5,11 @@ from __future__ import annotations
 import difflib
 import importlib
 from pathlib import Path
+from typing import get_args
 
+from data import published
 from data.shards import Corpus
+from data.tokenizer import Kind, Published
 
 DATA = Path(__file__).resolve().parent
 
@@ -23,15 +26,14 @@ def find(dataset: str) -> Corpus:
         return Corpus(folder)
     except FileNotFoundError as e:
         missing = str(e)
-    stem, _, kind = dataset.rpartition("_")
-    if kind not in ("char", "byte", "bpe") or not has_script(stem):
-        stem, kind = dataset, ""
+    kinds = [k for k in get_args(Kind) if dataset.endswith(f"_{k}") and has_script(dataset.removesuffix(f"_{k}"))]
+    stem, kind = (dataset.removesuffix(f"_{kinds[0]}"), kinds[0]) if kinds else (dataset, "")
     if not has_script(stem):
         if dataset and folder.is_dir():
             raise ValueError(missing)
         raise ValueError(f"there is no corpus {dataset!r}{nearest(dataset)}; for your own text: python -m data.text.prepare --input FILE")
     module = importlib.import_module(f"data.{stem}.prepare")
-    if not module.offline():
+    if not module.offline() or (kind in get_args(Published) and not published.present(kind)):
         flags = (f" --tokenizer {kind}" if kind else "") + (" --input FILE" if stem == "text" else "")
         raise ValueError(f"the corpus {dataset!r} is not prepared: run python -m data.{stem}.prepare{flags}")
     print(f"preparing the corpus {dataset!r}")

@@ -6,6 +6,7 @@ and modded-nanogpt's FineWeb shards are the same; nanoGPT's headerless `train.bi
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
@@ -115,7 +116,7 @@ class Split:
 
     def __init__(self, folder: str | Path, name: str, vocab_size: int | None = None):
         self.folder, self.name, self.vocab_size = Path(folder), name, vocab_size
-        pattern = re.compile(rf"(.*_)?{re.escape(name)}_\d+\.bin")
+        pattern = re.compile(rf"(.*_)?{re.escape(name)}_\d+\.bin|.+_{re.escape(name)}\.bin")
         paths = sorted(p for p in self.folder.glob("*.bin") if pattern.fullmatch(p.name))
         plain = self.folder / f"{name}.bin"
         if paths:
@@ -145,7 +146,10 @@ class Split:
             out[done : done + take] = part
             done, k = done + take, k + 1
         if self.vocab_size is not None and n and out.max() >= self.vocab_size:
-            raise ValueError(f"{self.folder} holds the id {out.max()}, outside its vocabulary of {self.vocab_size}: see its meta.json")
+            raise ValueError(
+                f"{self.folder} holds the id {out.max()}, outside its vocabulary of {self.vocab_size}: "
+                'a meta.json there says the size, such as {"vocab_size": 65536}'
+            )
         return out
 
 
@@ -177,20 +181,24 @@ class Corpus:
             if "tokenizer" in self.meta and self.meta["tokenizer"]["hash"] != self.tokenizer.hash:
                 raise ValueError(f"{self.folder}: tokenizer.json is not the one that made the tokens; prepare the corpus again")
         else:
-            self.tokenizer = tokenizers.Ids(int(self.meta.get("vocab_size") or self.top_id() + 1))
+            size = self.meta.get("vocab_size")
+            self.tokenizer = tokenizers.Ids(int(size)) if size else self.guess()
         self.vocab_size = self.tokenizer.vocab_size
 
-    def top_id(self, chunk: int = 1 << 22) -> int:
-        """The greatest id in the splits, where nothing says how many there are."""
-        top = 0
+    def guess(self, few: int = 1 << 26) -> tokenizers.Ids:
+        """The vocabulary where nothing says it. llm.c's headers stand for GPT-2's (2 bytes) or Llama 3's (4 bytes), and so do
+        many ids without a header for GPT-2's, if a sample of the ids agrees; else all ids are read, for the greatest.
+        Ids beyond that are refused when they are read."""
+        splits = []
         for name in ("train", "val"):
-            try:
-                split = self.split(name)
-            except FileNotFoundError:
-                continue
-            for start in range(0, len(split), chunk):
-                top = max(top, int(split.read(start, min(chunk, len(split) - start)).max()))
-        return top
+            with contextlib.suppress(FileNotFoundError):
+                splits.append(self.split(name))
+        shards = [shard for split in splits for shard in split.shards]
+        size, eot = (50257, 50256) if shards and shards[0].dtype.itemsize == 2 else (128256, None)
+        known = all(shard.start == HEADER for shard in shards) or sum(map(len, splits)) > few
+        if known and top_id(splits, 64) < size:
+            return tokenizers.Ids(size, eot)
+        return tokenizers.Ids(top_id(splits) + 1)
 
     def split(self, name: str) -> Split:
         """A split, checked against meta.json."""
@@ -201,3 +209,13 @@ class Corpus:
         if tokens is not None and tokens != len(split):
             raise ValueError(f"{self.folder}: meta.json says {tokens} tokens in {name!r}, the files have {len(split)}; prepare it again")
         return split
+
+
+def top_id(splits: list[Split], samples: int = 0, chunk: int = 1 << 18) -> int:
+    """The greatest id in the splits, or in so many chunks of each, its ends among them."""
+    top = 0
+    for split in splits:
+        starts = range(0, len(split), chunk)
+        for start in starts if not 0 < samples < len(starts) else [starts[i * (len(starts) - 1) // (samples - 1)] for i in range(samples)]:
+            top = max(top, int(split.read(start, min(chunk, len(split) - start)).max()))
+    return top

@@ -1,4 +1,4 @@
-"""Four tokenizers behind one small interface: characters, bytes, byte-level BPE, and ready-made ids.
+"""Four tokenizers behind one small interface: characters, bytes, byte-level BPE (own or published), and ready-made ids.
 
 Special tokens in a text are ordinary text: only `encode(text, special=True)`, meant for prompts, turns the literal
 `<|endoftext|>` into the end-of-text id, which otherwise stands between documents only.
@@ -13,9 +13,11 @@ import os
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
+
+from data.documents import CUTS, CUTS_GPT2
 
 END = "<|endoftext|>"
 # How BPE cuts text into words: the pattern of Llama 3 (cl100k's with \p{N}{1,3}), which llama.cpp knows as "llama-bpe".
@@ -23,15 +25,18 @@ PATTERN = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*"
     r"|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
+Published = Literal["gpt2", "cl100k_base", "o200k_base"]                           # see data/published.py
+Kind = Literal["char", "byte", "bpe", "gpt2", "cl100k_base", "o200k_base"]         # what --tokenizer takes
 TRAINING_CHARACTERS = 64_000_000   # BPE learns from the first so many: memory stays flat, the merges hardly change
 
 
 class Tokenizer(ABC):
-    """What all four share. `vocab_size` counts the end-of-text id `eot`, the last one (None: there is none)."""
+    """What all four share. `vocab_size` counts the end-of-text id `eot` too (None: there is none). `cuts`: see data/documents.py."""
 
     kind: str
     vocab_size: int
     eot: int | None
+    cuts: Sequence[str] = CUTS
 
     @abstractmethod
     def encode_array(self, text: str) -> np.ndarray:
@@ -129,16 +134,18 @@ class BPE(Tokenizer):
     """Byte-level byte-pair encoding (Sennrich et al. 2016; bytes: Radford et al. 2019), run by tiktoken.
 
     ranks: the bytes of token i at place i, the order in which pairs are merged. pattern: cuts text into words first.
+    eot, vocab_size: by default the next id and the one after; published vocabularies leave gaps, ids without bytes.
     """
 
     kind = "bpe"
 
-    def __init__(self, ranks: Sequence[bytes], pattern: str = PATTERN):
+    def __init__(self, ranks: Sequence[bytes], pattern: str = PATTERN, eot: int | None = None, vocab_size: int | None = None):
         import tiktoken  # here, so that character and byte models need no tiktoken
 
         self.ranks, self.pattern = list(ranks), pattern
-        self.eot = len(self.ranks)
-        self.vocab_size = self.eot + 1
+        self.eot = len(self.ranks) if eot is None else eot
+        self.vocab_size = vocab_size or self.eot + 1
+        self.cuts = CUTS if r"[\r\n]" in pattern else CUTS_GPT2
         self.encoding = tiktoken.Encoding(
             "heed", pat_str=pattern, mergeable_ranks={b: i for i, b in enumerate(self.ranks)}, special_tokens={END: self.eot}
         )
@@ -147,11 +154,12 @@ class BPE(Tokenizer):
         return self.encoding.encode_to_numpy(text, disallowed_special=())
 
     def _bytes(self, i: int) -> bytes:
-        return self.ranks[i]
+        return self.ranks[i] if i < len(self.ranks) else b""
 
     def to_dict(self) -> dict[str, Any]:
         ranks = [base64.b64encode(b).decode("ascii") for b in self.ranks]
-        return {"kind": self.kind, "pattern": self.pattern, "ranks": ranks}
+        gaps = {"eot": self.eot, "vocab_size": self.vocab_size} if self.vocab_size != len(ranks) + 1 else {}
+        return {"kind": self.kind, "pattern": self.pattern, "ranks": ranks, **gaps}
 
 
 class Ids(Tokenizer):
@@ -219,7 +227,7 @@ def from_dict(d: dict[str, Any]) -> Tokenizer:
     if kind == "byte":
         return Bytes()
     if kind == "bpe":
-        return BPE([base64.b64decode(b) for b in d["ranks"]], d["pattern"])
+        return BPE([base64.b64decode(b) for b in d["ranks"]], d["pattern"], d.get("eot"), d.get("vocab_size"))
     if kind == "ids":
         return Ids(d["vocab_size"], d.get("eot"))
     raise ValueError(f"unknown kind of tokenizer {kind!r}: this version knows char, byte, bpe, ids")

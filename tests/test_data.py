@@ -9,8 +9,9 @@ import numpy as np
 import pytest
 import torch
 
+from data.find import find
 from data.loader import FixedWindows, Loader, permuted
-from data.shards import UNFINISHED, Corpus, ShardWriter, Split, width
+from data.shards import UNFINISHED, Corpus, ShardWriter, Split, top_id, width
 from data.tokenizer import Bytes, save
 
 
@@ -138,12 +139,62 @@ def test_nanogpts_folder_is_read_without_its_pickle(tmp_path):
         Split(tmp_path, "val")
 
 
-def test_fineweb_shards_are_read(tmp_path):
-    for k in (1, 2):
-        shard(tmp_path, np.arange(10) + 10 * k)
-        (tmp_path / "train_000000.bin").rename(tmp_path / f"fineweb_train_{k:06d}.bin")
-    found = Corpus(tmp_path)
-    assert found.vocab_size == 30 and found.split("train").read(0, 20).tolist() == list(range(10, 30))
+def foreign(folder, name, ids, vocab_size):
+    """A shard as llm.c and modded-nanogpt name theirs, without meta.json."""
+    shard(folder, ids, vocab_size)
+    (folder / "train_000000.bin").rename(folder / name)
+
+
+@pytest.mark.parametrize("names", [("fineweb_train_000001.bin", "fineweb_train_000002.bin", "fineweb_val_000000.bin"),
+                                   ("fineweb_train_000001.bin", "fineweb_train_000002.bin"), ("tiny_shakespeare_train.bin", "tiny_shakespeare_val.bin")])
+def test_llm_c_shards_are_gpt2s_ids(tmp_path, names):
+    for k, name in enumerate(names):
+        foreign(tmp_path, name, np.arange(10) + 10 * k, 50257)
+    found = find(str(tmp_path))
+    train = [n for n in names if "train" in n]
+    assert (found.vocab_size, found.tokenizer.eot) == (50257, 50256) and found.split("train").read(0, 10 * len(train)).tolist() == list(range(10 * len(train)))
+    assert len(found.split("val")) == 10 if len(names) > len(train) else True
+
+
+def test_llm_c_shards_of_other_vocabularies(tmp_path):
+    (tmp_path / "llama").mkdir()
+    foreign(tmp_path / "llama", "x_train_000000.bin", np.arange(90_000, 90_010), 128256)
+    assert Corpus(tmp_path / "llama").vocab_size == 128256
+    foreign(tmp_path, "x_train_000000.bin", np.array([1, 60_000, 2]), 65536)
+    assert Corpus(tmp_path).vocab_size == 60_001                   # not GPT-2's: counted
+    (tmp_path / "meta.json").write_text('{"vocab_size": 65536}', encoding="utf-8")
+    assert Corpus(tmp_path).vocab_size == 65536
+
+
+def test_a_large_foreign_folder_opens_at_once_and_refuses_at_reading(tmp_path, monkeypatch):
+    ids = np.zeros(70_000_000, dtype="<u2")
+    ids[5_000_001] = 50_257                                        # between the samples
+    for name, header in (("fineweb_train_000001.bin", True), ("train.bin", False)):
+        folder = tmp_path / name
+        folder.mkdir()
+        with open(folder / name, "wb") as f:
+            f.write(np.array([20240520, 1, len(ids), *[0] * 253], dtype="<i4").tobytes() if header else b"")
+            ids.tofile(f)
+        with monkeypatch.context() as patch:
+            patch.setattr("data.shards.top_id", lambda splits, samples=0: top_id(splits, samples) if samples else pytest.fail("reads everything"))
+            found = Corpus(folder)
+        assert found.vocab_size == 50257
+        split = found.split("train")
+        assert split.read(5_000_002, 1000).max() == 0
+        with pytest.raises(ValueError, match="holds the id 50257, outside its vocabulary of 50257.*meta.json"):
+            split.read(5_000_000, 1000)
+
+
+def test_empty_and_many_shards(tmp_path):
+    sizes = [0, 3, 0, 0, 5, *[1] * 3000, 0]
+    ids = np.arange(sum(sizes)) % 251
+    for k, part in enumerate(np.split(ids, np.cumsum(sizes)[:-1])):
+        with open(tmp_path / f"train_{k:06d}.bin", "wb") as f:
+            f.write(np.array([20240520, 1, len(part), *[0] * 253], dtype="<i4").tobytes() + part.astype("<u2").tobytes())
+    split = Split(tmp_path, "train")
+    assert len(split) == 3008 and (split.read(0, 3008) == ids).all() and split.read(3008, 0).tolist() == []
+    for start, n in ((2, 2), (3, 1), (7, 3), (3007, 1)):
+        assert (split.read(start, n) == ids[start : start + n]).all()
 
 
 # --- the loader

@@ -10,13 +10,13 @@ import sysconfig
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
 
 if __name__ == "__main__":
     sys.path[0:0] = [str(Path(__file__).resolve().parents[2])]   # when run by its path
 
 from data.build import DATA, build
 from data.documents import Document
+from data.tokenizer import Kind
 from engine.cli import one_line_errors, parse
 
 WITHOUT = {"test", "tests", "idlelib", "lib2to3", "site-packages", "dist-packages"}
@@ -26,8 +26,8 @@ WITHOUT = {"test", "tests", "idlelib", "lib2to3", "site-packages", "dist-package
 class Options:
     """Prepare the standard library of this Python (about 11 MB of source; 300 MB of memory, 10 MB of disk)."""
 
-    tokenizer: Literal["char", "byte", "bpe"] = "bpe"
-    """characters, bytes, or byte-pair encoding learned from the training files"""
+    tokenizer: Kind = "bpe"
+    """characters, bytes, byte-pair encoding learned from the training files, or a published one"""
     vocab_size: int = 4096
     """tokens of the BPE, end-of-text included"""
     val_fraction: float = 0.05

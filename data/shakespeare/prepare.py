@@ -10,7 +10,6 @@ import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
 
 if __name__ == "__main__":
     sys.path[0:0] = [str(Path(__file__).resolve().parents[2])]   # when run by its path
@@ -18,6 +17,7 @@ if __name__ == "__main__":
 from data.build import DATA, build
 from data.documents import Document
 from data.shakespeare import plays
+from data.tokenizer import Kind
 from engine.cli import one_line_errors, parse
 
 
@@ -25,8 +25,8 @@ from engine.cli import one_line_errors, parse
 class Options:
     """Prepare the plays of Shakespeare (about 1.1 MB of text, cut as tiny Shakespeare is; 100 MB of memory, 5 MB of disk)."""
 
-    tokenizer: Literal["char", "byte", "bpe"] = "char"
-    """characters, bytes, or byte-pair encoding learned from the plays"""
+    tokenizer: Kind = "char"
+    """characters, bytes, byte-pair encoding learned from the plays, or a published one"""
     vocab_size: int = 4096
     """tokens of the BPE, end-of-text included"""
     whole: bool = False

@@ -25,7 +25,7 @@ if __name__ == "__main__":
 from data.build import DATA, FORMAT, SPLITS, build, describe, install, prepared, workplace, write
 from data.documents import Document
 from data.text import sources
-from data.tokenizer import Ids
+from data.tokenizer import Ids, Kind
 from engine.cli import Repeated, one_line_errors, parse
 
 
@@ -41,8 +41,8 @@ class Options:
     """files, folders, patterns such as 'books/**/*.txt', or - for standard input"""
     name: str | None = None
     """name of the corpus: it is written to data/<name>; by default text, or text_<tokenizer> for another tokenizer than bpe"""
-    tokenizer: Literal["char", "byte", "bpe"] = "bpe"
-    """characters, bytes, or byte-pair encoding learned from the training part"""
+    tokenizer: Kind = "bpe"
+    """characters, bytes, byte-pair encoding learned from the training part, or a published one"""
     vocab_size: int | None = None
     """tokens of the BPE, end-of-text included (4096); with --ids the number of ids (the greatest + 1)"""
     format: Literal["auto", "text", "jsonl", "parquet"] = "auto"

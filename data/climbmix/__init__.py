@@ -1,0 +1,1 @@
+"""ClimbMix, streamed from the Hugging Face Hub."""

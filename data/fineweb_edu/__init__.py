@@ -1,0 +1,1 @@
+"""FineWeb-Edu, streamed from the Hugging Face Hub."""

@@ -1,0 +1,1 @@
+"""OpenWebText, streamed from the Hugging Face Hub."""

@@ -1,0 +1,42 @@
+"""Prepare OpenWebText from the Hugging Face Hub: `python -m data.openwebtext.prepare`, or `python data/openwebtext/prepare.py`."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+if __name__ == "__main__":
+    sys.path[0:0] = [str(Path(__file__).resolve().parents[2])]   # when run by its path
+
+from data import hub
+
+REPOSITORY = hub.Repository("openwebtext", "Skylion007/openwebtext", "CC0 1.0", tokens=9.1e9)
+
+
+@dataclass
+class Options(hub.Options):
+    """Prepare OpenWebText (Skylion007/openwebtext), 8 million web pages that people linked to, an open copy of what GPT-2 learned from.
+
+    Licence: CC0 1.0. Streams about 40 GB of text, once.
+    Disk: 18 GB with gpt2 or bpe, twice that with cl100k_base or o200k_base, and twice that while an older version is replaced.
+    Memory: 400 MB and 40 MB a worker. A run that was stopped goes on after the last whole source shard.
+    """
+
+
+def offline() -> bool:
+    """Whether this needs no download: never."""
+    return False
+
+
+def prepare(options: Options) -> Path:
+    """Prepare as the options say; returns the folder."""
+    return hub.prepare(REPOSITORY, options)
+
+
+def main(argv: list[str] | None = None) -> None:
+    hub.main(REPOSITORY, Options, argv)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1 @@
+"""TinyStories, streamed from the Hugging Face Hub."""
