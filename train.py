@@ -89,7 +89,7 @@ def train(config: TrainConfig) -> Progress:
     run = compiled(ranks.wrap(model), config.compile, device)
     if config.documents:
         run = within_documents(run, corpus.tokenizer.eot)
-    ranks.say(start_block(model, config, device, dtype, corpus, ranks.size))
+    ranks.say(start_block(model, optimizer, config, device, dtype, corpus, ranks.size))
 
     @torch.no_grad()
     def evaluate() -> dict[str, float]:

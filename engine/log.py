@@ -65,7 +65,18 @@ def duration(seconds: float) -> str:
     return f"{m // 60} h {m % 60:02d} min" if m >= 60 else f"{m} min {s:02d} s" if m else f"{s} s"
 
 
-def start_block(model: GPT, config: TrainConfig, device: torch.device, dtype: torch.dtype, corpus: Mixture, ranks: int = 1) -> str:
+def optimizer_table(optimizer: torch.optim.Optimizer) -> str:
+    """What each optimizer takes, with and without weight decay: every parameter once."""
+    rows: dict[str, list[int]] = {}
+    for part in getattr(optimizer, "optimizers", [optimizer]):
+        for group in part.param_groups:
+            row = rows.setdefault(f"{type(part).__name__} with{'' if group['weight_decay'] else 'out'} decay", [0, 0])
+            row[0], row[1] = row[0] + len(group["params"]), row[1] + sum(p.numel() for p in group["params"])
+    return ", ".join(f"{what} {n} tensors of {count(size).strip()}" for what, (n, size) in rows.items())
+
+
+def start_block(model: GPT, optimizer: torch.optim.Optimizer, config: TrainConfig, device: torch.device, dtype: torch.dtype,
+                corpus: Mixture, ranks: int = 1) -> str:
     """The effective configuration and what the run will take, before it starts."""
     per_step = config.batch_size * config.gradient_accumulation_steps * config.block_size
     total = sum(p.numel() for p in model.parameters())
@@ -77,6 +88,7 @@ def start_block(model: GPT, config: TrainConfig, device: torch.device, dtype: to
     settings = textwrap.wrap(" ".join(f"{key}={value!r}" for key, value in asdict(config).items()), 110, break_on_hyphens=False)
     return "\n".join([
         f"parameters   {count(total)} ({', '.join(f'{what} {count(n).strip()}' for what, n in parameter_table(model))})",
+        f"optimizer    {optimizer_table(optimizer)}",
         f"device       {f'{ranks} x ' if ranks > 1 else ''}{name}; products in {str(dtype)[6:]}; attention by {backends}",
         f"a step       {config.batch_size} rows x {config.gradient_accumulation_steps} x {config.block_size} = {per_step:,} tokens, "
         f"{count(per_step * model.flops_per_token(config.block_size))}FLOP",

@@ -11,6 +11,7 @@ from config import TrainConfig
 from engine import device as module
 from engine.device import autocast, keep_memory, peak_flops, pick_device, pick_dtype
 from engine.log import Log, count, duration, memory_estimate, start_block
+from engine.optim import make_optimizer
 
 CPU, CUDA, MPS = (torch.device(d) for d in ("cpu", "cuda", "mps"))
 
@@ -56,7 +57,7 @@ def test_devices(monkeypatch):
 
 @pytest.mark.parametrize("name, dtype, want", [
     ("NVIDIA H200", torch.bfloat16, 989e12), ("NVIDIA H100 PCIe", torch.bfloat16, 756e12), ("NVIDIA A100-SXM4-40GB", torch.bfloat16, 312e12),
-    ("NVIDIA L4", torch.bfloat16, 121e12), ("NVIDIA L40S", torch.bfloat16, 362e12), ("Tesla V100-SXM2", torch.bfloat16, None), ("Some New Card", torch.bfloat16, None), ("NVIDIA RTX A1000", torch.bfloat16, None),
+    ("NVIDIA L4", torch.bfloat16, 121e12), ("NVIDIA L40S", torch.bfloat16, 362e12), ("Tesla V100-SXM2", torch.float16, 125e12), ("NVIDIA H100 NVL", torch.bfloat16, 835e12), ("Some New Card", torch.bfloat16, None), ("NVIDIA RTX A1000", torch.bfloat16, None),
     ("NVIDIA GeForce RTX 4090", torch.bfloat16, 165e12), ("NVIDIA GeForce RTX 4090 Laptop GPU", torch.bfloat16, None), ("NVIDIA GH200 480GB", torch.bfloat16, 989e12),
 ])
 def test_mfu_is_against_the_devices_own_peak_or_left_out(monkeypatch, name, dtype, want):
@@ -77,8 +78,8 @@ def test_autocast_leaves_weights_and_loss_in_float32():
 def test_the_start_block_says_what_will_run():
     model = tiny()
     config = TrainConfig(batch_size=4, gradient_accumulation_steps=2, block_size=32, max_iters=100, n_layer=2, out_dir="out/x", learning_rate=0.125)
-    text = start_block(model, config, CPU, torch.float32, SimpleNamespace(weights={"x": 1.0}, epochs=lambda n: {"x": (n / 2560, 2560)}))
-    for part in ("learning_rate=0.125", "attention by sdpa", "4 rows x 2 x 32 = 256 tokens", "100 steps, 25.6 ktokens, 10 epochs", "float32", "out/x", "after every 250 steps", "GiB"):
+    text = start_block(model, make_optimizer(model, config), config, CPU, torch.float32, SimpleNamespace(weights={"x": 1.0}, epochs=lambda n: {"x": (n / 2560, 2560)}))
+    for part in ("learning_rate=0.125", "attention by sdpa", "4 rows x 2 x 32 = 256 tokens", "100 steps, 25.6 ktokens, 10 epochs", "AdamW with decay 9 tensors of", "AdamW without decay 5 tensors of 160", "float32", "out/x", "after every 250 steps", "GiB"):
         assert part in text, part
 
 
