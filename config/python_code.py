@@ -13,7 +13,7 @@ tie_embeddings = False
 init = "zero"
 
 optimizer = "muon"
-batch_size = 16
+batch_size = 8
 max_iters = 1000
 learning_rate = 3e-3
 min_lr = 1e-4
