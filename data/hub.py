@@ -27,7 +27,7 @@ from data import tokenizer as tokenizers
 from data.build import DATA, FORMAT, SPLITS, clear, describe, encode_all, fit, locked, prepared, write_ids, write_meta
 from data.documents import CUTS, Piece, cut
 from data.shards import HEADER, UNFINISHED, ShardWriter, open_shard, width
-from data.tokenizer import Tokenizer
+from data.tokenizer import Published, Tokenizer
 from engine.cli import one_line_errors, parse
 
 LEAST = 32   # validation documents to expect of --limit
@@ -47,7 +47,7 @@ class Repository:
 
 @dataclass
 class Options:
-    tokenizer: Literal["gpt2", "cl100k_base", "o200k_base", "bpe", "byte"] = "gpt2"
+    tokenizer: Literal[Published, "bpe", "byte"] = "gpt2"
     """a published tokenizer, byte-pair encoding learned from the first 64 million characters for training, or bytes"""
     vocab_size: int = 32_768
     """tokens of the BPE, end-of-text included"""
@@ -86,7 +86,7 @@ def prepare(repository: Repository, options: Options) -> Path:
     folder = Path(path).resolve() if options.source and Path(path).is_dir() else None
     if folder:
         settings["repository"] = str(folder)
-    print(f"{path}: {'as its source says' if options.source else repository.licence}")
+    print(f"{repository.path}: licence {repository.licence}")
     with locked(out):
         work = out / UNFINISHED
         sources = fingerprint(folder) if folder else str(read_json(out / "meta.json").get("sources"))
@@ -190,7 +190,9 @@ def revision(path: str) -> str:
 
     def ask() -> None:
         try:
-            found.append(_hub().HfApi().dataset_info(path, timeout=10).sha)
+            from huggingface_hub import HfApi
+
+            found.append(HfApi().dataset_info(path, timeout=10).sha)
         except Exception as e:
             reason[0] = first_line(e)
 
@@ -221,44 +223,39 @@ def _datasets() -> Any:
     return datasets
 
 
-def _hub() -> Any:
-    import huggingface_hub
-
-    return huggingface_hub
-
-
 class Stream:
     """The documents of a data set, shard by shard, split by the hash of their text. Empty ones are passed over."""
 
     def __init__(self, settings: dict[str, Any], revision: str | None):
         self.path, self.column, self.limit = settings["repository"], settings["column"], settings["limit"]
         self.threshold = int(settings["val_fraction"] * 2**64)
+        datasets = _datasets()
         try:
-            self.data = _datasets().load_dataset(
-                self.path, settings["config"], split="train", streaming=True, columns=[self.column], revision=revision
-            )
-            self.shards: int = self.data.num_shards
-            features = self.data.features or {}
-        except ImportError:
-            raise
+            builder = datasets.load_dataset_builder(self.path, settings["config"], revision=revision)
+            self.files: list[str] = list(builder.config.data_files["train"])
         except Exception as e:
             raise ValueError(f"{self.path} cannot be opened as a data set of Parquet files ({first_line(e)})") from None
-        if getattr(features.get(self.column), "dtype", "") not in ("string", "large_string"):
-            raise ValueError(f"{self.path} has no column {self.column!r} of text")
+        self.shards = len(self.files)
 
     def texts(self, shard: int, most: int | None) -> Iterator[str]:
-        """The documents of a shard, at most so many."""
-        if most == 0:
-            return
+        """The documents of a shard, at most so many. Reads a row group at a time: `datasets` itself reads ahead without bound
+        where the reader is slower than the disk."""
+        from datasets.utils.file_utils import xopen  # tries again when the network fails
+        from pyarrow.parquet import ParquetFile
+
         done = 0
         try:
-            for batch in self.data.shard(self.shards, shard).with_format("arrow").iter(batch_size=256):
-                for text in batch.column(self.column).to_pylist():
-                    if text:
-                        yield text
-                        done += 1
-                        if done == most:
-                            return
+            with xopen(self.files[shard], "rb") as f, ParquetFile(f) as table:
+                names = table.schema_arrow.names
+                if self.column not in names or str(table.schema_arrow.field(self.column).type) not in ("string", "large_string"):
+                    raise ValueError(f"no column {self.column!r} of text among {', '.join(names)}")
+                for batch in table.iter_batches(batch_size=256, columns=[self.column]):
+                    for text in batch.column(0).to_pylist():
+                        if text:
+                            yield text
+                            done += 1
+                            if done == most:
+                                return
         except Exception as e:
             raise ValueError(
                 f"{self.path}: reading shard {shard + 1} of {self.shards} failed ({first_line(e)}): "

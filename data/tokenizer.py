@@ -25,8 +25,8 @@ PATTERN = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*"
     r"|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
-Published = Literal["gpt2", "cl100k_base", "o200k_base"]                           # see data/published.py
-Kind = Literal["char", "byte", "bpe", "gpt2", "cl100k_base", "o200k_base"]         # what --tokenizer takes
+Published = Literal["gpt2", "cl100k_base", "o200k_base"]   # see data/published.py
+Kind = Literal["char", "byte", "bpe", Published]           # what --tokenizer takes
 TRAINING_CHARACTERS = 64_000_000   # BPE learns from the first so many: memory stays flat, the merges hardly change
 
 
