@@ -124,7 +124,7 @@ class Dashboard:
                 showing = threading.Thread(target=self.show, args=(run, values), daemon=True)
                 showing.start()
                 showing.join(1)
-        showing.join(FINISH)
+        showing.join(2)
         try:
             run.finish(exit_code=int(self.failed))
         except Exception as e:                          # most likely a time-out
