@@ -72,7 +72,7 @@ if __name__ == "__main__":
     config = parse(SpeedConfig)
     with one_line_errors():
         r = main(config)
-        print("10.7 M parameters, 256 context, dropout 0.2, 2 threads or as many as there are; tokens/s, median of the steps")
+        print("10.7 M parameters, 256 context, dropout 0.2; tokens/s, median of the steps")
         print(f"  float32, eager, the usual way   {r['baseline_tokens_per_s']:9,.0f}")
         print(f"  config/shakespeare_char.py      {r['tokens_per_s']:9,.0f}")
         print(f"  ratio                           {r['ratio']:9.2f}")
