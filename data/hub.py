@@ -249,13 +249,13 @@ class Stream:
                 names = table.schema_arrow.names
                 if self.column not in names or str(table.schema_arrow.field(self.column).type) not in ("string", "large_string"):
                     raise ValueError(f"no column {self.column!r} of text among {', '.join(names)}")
-                for batch in table.iter_batches(batch_size=256, columns=[self.column]):
-                    for text in batch.column(0).to_pylist():
-                        if text:
-                            yield text
-                            done += 1
-                            if done == most:
-                                return
+                groups = range(table.num_row_groups)   # one at a time: iter_batches keeps what it has read until its end
+                for batch in (b for i in groups for b in table.iter_batches(batch_size=256, columns=[self.column], row_groups=[i])):
+                    for text in filter(None, batch.column(0).to_pylist()):
+                        yield text
+                        done += 1
+                        if done == most:
+                            return
         except Exception as e:
             raise ValueError(
                 f"{self.path}: reading shard {shard + 1} of {self.shards} failed ({first_line(e)}): "

@@ -107,7 +107,8 @@ def parquet(path: Path, name: str, field: str) -> Iterator[str]:
     with table:
         if field not in table.schema_arrow.names:
             raise ValueError(f"{name} has no column {field!r}: give --field (columns: {', '.join(table.schema_arrow.names)})")
-        for batch in table.iter_batches(batch_size=256, columns=[field]):
+        groups = range(table.num_row_groups)   # one at a time: iter_batches keeps what it has read until its end
+        for batch in (b for i in groups for b in table.iter_batches(batch_size=256, columns=[field], row_groups=[i])):
             for text in batch.column(0).to_pylist():
                 if text is not None and not isinstance(text, str):
                     raise ValueError(f"{name}: the column {field!r} holds {type(text).__name__}, not text: give --field")
