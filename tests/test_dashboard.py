@@ -248,7 +248,7 @@ def test_ctrl_c_ends_the_run_in_order(config, env):  # noqa: F811
 
 
 @needs_loopback
-@pytest.mark.parametrize("server", ["refuses", "never answers", pytest.param("has no name", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("server", ["never answers", *(pytest.param(s, marks=pytest.mark.slow) for s in ("refuses", "has no name"))])
 def test_a_server_that_does_not_answer_costs_a_few_seconds_at_the_end_and_no_line(config, env, server):  # noqa: F811
     with socket.create_server(("127.0.0.1", 0)) as silent:
         url = {"refuses": "http://127.0.0.1:9", "has no name": "http://no.such.host.invalid", "never answers": f"http://127.0.0.1:{silent.getsockname()[1]}"}
@@ -322,6 +322,7 @@ def test_a_server_gets_everything_and_a_resumed_run_is_one_with_it(config, env, 
     assert [r["_step"] for r in rows] == [*range(len(rows))] and {r["iter"] for r in rows if "train/loss" in r} == {*range(1, 13)}
 
 
+@pytest.mark.slow
 @needs_loopback
 def test_a_server_that_falls_silent_during_the_run_leaves_the_rest_to_sync(config, env, server):  # noqa: F811
     child = subprocess.Popen(command(config, wandb_log=True, max_iters=100_000), env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
