@@ -3,6 +3,7 @@
 
 PYTHON ?= python3
 TORCH_INDEX ?=
+ONLY ?=
 BIN := .venv/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 
@@ -18,7 +19,7 @@ test: .venv/dev
 	$(BIN)/python -m pytest
 
 test-all: .venv/dev
-	$(BIN)/python -m pytest -m ""
+	$(BIN)/python -m pytest -m "$(ONLY)"
 
 check: lint test
 

@@ -23,16 +23,9 @@ def angles(pos: Tensor, inv_freq: Tensor) -> tuple[Tensor, Tensor]:
     return a.cos().float(), a.sin().float()
 
 
-@torch.library.custom_op("heed::rope_table", mutates_args=())
 def rope_table(pos: Tensor, D: int, theta: float) -> tuple[Tensor, Tensor]:
-    """`angles` of D channels with base theta, opaque to torch.compile, which would compute them again in every layer and head."""
+    """`angles` of D channels with base theta."""
     return angles(pos, inverse_frequencies(D, theta, pos.device))
-
-
-@rope_table.register_fake
-def _(pos: Tensor, D: int, theta: float) -> tuple[Tensor, Tensor]:
-    cos, sin = (pos.new_empty(pos.shape[0], 1, pos.shape[1], D // 2, dtype=torch.float32) for _ in range(2))
-    return cos, sin
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor, layout: str = "half") -> Tensor:
