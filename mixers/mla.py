@@ -76,9 +76,10 @@ class MLA(Mixer):
             raise ValueError(f"layers: mla turns pairs of channels, and qk_rope_head_dim={self.rot} is odd")
         if cfg.position == "alibi":
             raise ValueError("layers: mla has no ALiBi: set position to rope or none")
-        if options.q_lora_rank:
-            self.q_down, self.q_norm = nn.Linear(cfg.n_embd, options.q_lora_rank, bias=cfg.bias), self.norm(options.q_lora_rank)
-        self.q_up = nn.Linear(options.q_lora_rank or cfg.n_embd, self.H * self.D, bias=False)
+        self.q_rank = options.q_lora_rank
+        if self.q_rank:
+            self.q_down, self.q_norm = nn.Linear(cfg.n_embd, self.q_rank, bias=cfg.bias), self.norm(self.q_rank)
+        self.q_up = nn.Linear(self.q_rank or cfg.n_embd, self.H * self.D, bias=False)
         self.kv_down, self.kv_norm = nn.Linear(cfg.n_embd, self.rank + self.rot, bias=cfg.bias), self.norm(self.rank)
         self.kv_down.parts = [self.rank, self.rot]   # type: ignore[assignment] # two matrices to Muon
         self.k_up = nn.Linear(self.rank, self.H * self.nope, bias=False)
@@ -95,12 +96,12 @@ class MLA(Mixer):
     def forward(self, x: Tensor, at: Positions, state: dict[str, Tensor] | None = None) -> Tensor:
         B, T, _ = x.shape
         q, kv = self.queries_and_latents(x, at)
-        y = self.expanded(q, kv, at, at.keys_new()) if state is None else self.attend_past(q, kv, at, state["kv"])
+        y = self.expanded(q, kv, at) if state is None else self.attend_past(q, kv, at, state["kv"])
         return self.out(y.transpose(1, 2).reshape(B, T, self.H * self.V))
 
     def queries_and_latents(self, x: Tensor, at: Positions) -> tuple[Tensor, Tensor]:
         """x (B, T, C) -> q (B, H, T, nope + rot) and kv (B, T, rank + rot), rotated, the latents normalised."""
-        q = self.q_up(normed(self.q_down(x), self.q_norm) if hasattr(self, "q_down") else x)
+        q = self.q_up(normed(self.q_down(x), self.q_norm) if self.q_rank else x)
         q, q_rot = q.unflatten(-1, (self.H, self.D)).transpose(1, 2).split([self.nope, self.rot], -1)
         c, k_rot = self.kv_down(x).split([self.rank, self.rot], -1)
         if self.rope:
@@ -110,26 +111,27 @@ class MLA(Mixer):
             k_rot = rotate(k_rot[:, None], cos, sin, self.cfg.rope_layout)[:, 0]
         return torch.cat([q, q_rot], -1), torch.cat([normed(c, self.kv_norm), k_rot], -1)
 
-    def expanded(self, q: Tensor, kv: Tensor, at: Positions, keys: Keys) -> Tensor:
+    def expanded(self, q: Tensor, kv: Tensor, at: Positions, keys: Keys | None = None) -> Tensor:
         """q (B, H, T, nope + rot), kv (B, S, rank + rot) -> (B, H, T, V): every head's keys and values, by any backend."""
         c, k_rot = kv.split([self.rank, self.rot], -1)
         k = self.k_up(c).unflatten(-1, (self.H, self.nope)).transpose(1, 2)                  # (B, H, S, nope)
         k = torch.cat([k, k_rot[:, None].expand(-1, self.H, -1, -1)], -1)                    # (B, H, S, nope + rot)
         v = self.v_up(c).unflatten(-1, (self.H, self.V)).transpose(1, 2)                     # (B, H, S, V)
         q, k, v = (F.pad(t, (0, max(self.D, self.V) - t.shape[-1])) for t in (q, k, v))      # see `backend`
-        return attend(q, k, v, at, keys=None if keys.name == "new" else keys, backend=self.cfg.attention_backend, window=self.window,
+        return attend(q, k, v, at, keys=keys, backend=self.cfg.attention_backend, window=self.window,
                       sinks=self.sinks, scale=self.D**-0.5, softcap=self.cfg.attn_softcap,
                       dropout=self.cfg.attn_dropout if self.training else 0.0)[..., :self.V]
 
-    def absorbed(self, q: Tensor, kv: Tensor, at: Positions, keys: Keys) -> Tensor:
-        """The same without any head's keys or values. Plain products: fused kernels would copy the latents for every head."""
+    def absorbed(self, q: Tensor, kv: Tensor, at: Positions, keys: Keys | None = None) -> Tensor:
+        """The same without any head's keys or values. Plain products, which a CPU does in half the time of its fused kernel, and whose
+        scores are few: CUDA's would copy the latents for every head."""
         H, T = q.shape[1:3]
         q, q_rot = q.split([self.nope, self.rot], -1)
         q = torch.cat([torch.einsum("bhtn,hnr->bhtr", q, self.k_up.weight.view(H, self.nope, self.rank)), q_rot], -1)
-        s = (q.flatten(1, 2) @ kv.mT).unflatten(1, (H, T)).float() * self.D**-0.5            # (B, H, T, S)
+        s = (kv @ q.flatten(1, 2).mT).mT.unflatten(1, (H, T)).float() * self.D**-0.5         # (B, H, T, S)
         if self.cfg.attn_softcap:
             s = self.cfg.attn_softcap * torch.tanh(s / self.cfg.attn_softcap)
-        mask, empty = opened(see(at, keys, How(window=self.window, sinks=self.sinks)), None, s.dtype)
+        mask, empty = opened(see(at, keys or at.keys_new(), How(window=self.window, sinks=self.sinks)), None, s.dtype)
         w = s.masked_fill(~mask, -torch.inf).softmax(-1).masked_fill(empty, 0).type_as(kv)
         c = (w.flatten(1, 2) @ kv[..., :self.rank]).unflatten(1, (H, T))                     # (B, H, T, rank)
         return torch.einsum("bhtr,hvr->bhtv", c, self.v_up.weight.view(H, self.V, self.rank))
@@ -139,13 +141,16 @@ class MLA(Mixer):
         T, sinks = q.shape[2], self.sinks
         ring = past.shape[1] - 1 - sinks
         slot = at.once(("slot", ring, sinks), lambda: at.slot(ring, sinks))[:, :, None].expand_as(kv)
-        form = self.expanded if at.plain and T > 1 or T > self.many else self.absorbed       # a plain prompt expands its own T alone
+        form = self.expanded if self.many < T else self.absorbed
         if T == 1 or not (self.window or at.given or at.plain):    # what these tokens overwrite, none of them sees: no copy
             past.scatter_(1, slot, kv.to(past.dtype))
             keys = at.keys_after(ring, sinks)
             return form(q, past[:, :keys.pos.shape[1]].type_as(kv), at, keys)
-        keys = at.keys_new() if at.plain else at.keys_before(ring, sinks)
-        y = form(q, torch.cat([past[:, :keys.pos.shape[1] - T].type_as(kv), kv], 1), at, keys)
+        if at.plain:               # nothing but these tokens to expand
+            y = self.expanded(q, kv, at)
+        else:
+            keys = at.keys_before(ring, sinks)
+            y = form(q, torch.cat([past[:, :keys.pos.shape[1] - T].type_as(kv), kv], 1), at, keys)
         past.scatter_(1, slot, kv.to(past.dtype))
         return y
 
