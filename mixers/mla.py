@@ -67,6 +67,7 @@ class MLA(Mixer):
         self.rank = options.kv_lora_rank or min(4 * h, cfg.n_embd)
         self.nope, self.rot = options.qk_nope_head_dim or h, options.qk_rope_head_dim or max(2, h // 4 * 2)
         self.V, self.D = options.v_head_dim or h, self.nope + self.rot
+        self.wide = max(self.D, self.V)
         self.window = cfg.window if options.window is None else options.window
         self.sinks = (cfg.sinks if options.sinks is None else options.sinks) if self.window else 0
         self.rope = cfg.position == "rope" if options.rope is None else options.rope
@@ -117,10 +118,9 @@ class MLA(Mixer):
         k = self.k_up(c).unflatten(-1, (self.H, self.nope)).transpose(1, 2)                  # (B, H, S, nope)
         k = torch.cat([k, k_rot[:, None].expand(-1, self.H, -1, -1)], -1)                    # (B, H, S, nope + rot)
         v = self.v_up(c).unflatten(-1, (self.H, self.V)).transpose(1, 2)                     # (B, H, S, V)
-        q, k, v = (F.pad(t, (0, max(self.D, self.V) - t.shape[-1])) for t in (q, k, v))      # see `backend`
-        return attend(q, k, v, at, keys=keys, backend=self.cfg.attention_backend, window=self.window,
-                      sinks=self.sinks, scale=self.D**-0.5, softcap=self.cfg.attn_softcap,
-                      dropout=self.cfg.attn_dropout if self.training else 0.0)[..., :self.V]
+        q, k, v = (t if t.shape[-1] == self.wide else F.pad(t, (0, self.wide - t.shape[-1])) for t in (q, k, v))    # see `backend`
+        return attend(q, k, v, at, keys=keys, backend=self.cfg.attention_backend, window=self.window, sinks=self.sinks, scale=self.D**-0.5,
+                      softcap=self.cfg.attn_softcap, dropout=self.cfg.attn_dropout if self.training else 0.0)[..., :self.V]
 
     def absorbed(self, q: Tensor, kv: Tensor, at: Positions, keys: Keys | None = None) -> Tensor:
         """The same without any head's keys or values. Plain products, which a CPU does in half the time of its fused kernel, and whose
@@ -169,7 +169,7 @@ class MLA(Mixer):
         """Of the expanded form. Its heads are padded with zeros to one width, which every kernel takes: where keys and values differ,
         a CPU's fused kernel and CUDA's flash refuse, and what torch runs then holds all T x S scores."""
         how = How(window=self.window, sinks=self.sinks, softcap=self.cfg.attn_softcap, dropout=self.cfg.attn_dropout if training else 0.0)
-        return choose(self.cfg.attention_backend, device, dtype, max(self.D, self.V), how, grad=training)
+        return choose(self.cfg.attention_backend, device, dtype, self.wide, how, grad=training)
 
 
 def normed(x: Tensor, norm: nn.RMSNorm) -> Tensor:
