@@ -19,6 +19,8 @@ from model import GPT, GPTConfig
 VARIANTS = {
     "attention": ["attention(window=7)", "attention(window=7, sinks=3)", "attention(window=80)", "attention(rope=False) attention",
                   "attention(window=5)|attention"],
+    "mla": ["mla(q_lora_rank=12, kv_lora_rank=10, qk_nope_head_dim=6, qk_rope_head_dim=2, v_head_dim=12)", "mla(window=7, sinks=3)",
+            "mla(rope=False) attention"],
 }
 
 
