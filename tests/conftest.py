@@ -19,6 +19,8 @@ from model import GPT, GPTConfig
 VARIANTS = {
     "attention": ["attention(window=7)", "attention(window=7, sinks=3)", "attention(window=80)", "attention(rope=False) attention",
                   "attention(window=5)|attention"],
+    "sparse": ["sparse(pattern='first(3) | local(7)')", "sparse(pattern='fixed(8)')", "sparse(pattern='chunk(9)', rope=False)",
+               "sparse(pattern='local(6) / strided(5) & local(30)')", "sparse(pattern='local_blocks(2, 4) | random_blocks(2, 4, seed=3)')"],
 }
 
 
