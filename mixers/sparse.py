@@ -54,8 +54,8 @@ def read(node: ast.expr) -> Pattern:
         raise ValueError(f"pattern: unknown {name!r}{nearest(name, PATTERNS)}")
     signature = inspect.signature(PATTERNS[name])
     for keyword in node.keywords:
-        if keyword.arg not in signature.parameters:
-            raise ValueError(f"pattern: {said}: unknown {keyword.arg!r}{nearest(str(keyword.arg), signature.parameters)}")
+        if keyword.arg and keyword.arg not in signature.parameters:
+            raise ValueError(f"pattern: {said}: unknown {keyword.arg!r}{nearest(keyword.arg, signature.parameters)}")
     try:
         given = signature.bind(*map(ast.literal_eval, node.args), **{str(n.arg): ast.literal_eval(n.value) for n in node.keywords})
     except (TypeError, ValueError):

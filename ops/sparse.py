@@ -35,7 +35,7 @@ def sparse(q: Tensor, k: Tensor, v: Tensor, at: Positions, pattern: Pattern, *, 
     how = How(keep=pattern.see, slopes=slopes, softcap=softcap, dropout=dropout)
     grad = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
     whole = backend == "reference" or choose(backend, q.device.type, q.dtype, q.shape[3], how, plain, grad) == "flex"
-    if not whole and plain and pairs(pattern, T) < T * T // 2:
+    if not whole and plain and pairs(pattern, T) < T * T / (4 if T <= ROWS else 2):     # else masks are faster
         return gathered(q, k, v, at, pattern, how)
 
     def run(q: Tensor, k: Tensor, v: Tensor, at: Positions, keys: Keys | None) -> Tensor:
@@ -79,10 +79,10 @@ def plan(term: tuple[Pattern, ...], T: int) -> Plan:
     if drawn and math.gcd(*drawn) >= step:             # a drawn block says where keys are for the queries of one block alone
         L = math.gcd(*drawn) // step
     span = (L - 1) * step + 1
-    widths = {p: p.width(span, p.block > 0 and p.block % (L * step) == 0) for p in term}
-    width = min(*widths.values(), T)
-    runs = [p for p in term if widths[p] < math.inf] if width < T else []
-    columns = min((p for p in term if isinstance(p, Columns) and step == 1), key=lambda p: p.summary / p.size, default=None)
+    widths = [p.width(span, p.block > 0 and p.block % (L * step) == 0) for p in term]
+    width = min(*widths, T)
+    runs = [p for p, w in zip(term, widths) if w < math.inf] if width < T else []
+    columns = next((p for p in term if isinstance(p, Columns) and step == 1), None)
     period, per = (columns.size, columns.summary) if columns else (step, 1)
     count = -(-int(width) // period) + (columns is not None and width < T)     # a run may begin within a period
     return Plan(step, -(-n // L), L, count * per, period, per, runs)
