@@ -16,17 +16,16 @@ from torch import Tensor
 from config import GPTConfig
 from config.check import check_fields, nearest
 from mixers.attention import Attention, AttentionOptions
+from ops import patterns
 from ops.attend import How, choose
-from ops.patterns import (
-    Alternate, Chunk, Columns, First, Fixed, Full, Local, LocalBlocks, Pattern, RandomBlocks, Strided,
-)
+from ops.patterns import Alternate, Pattern
 from ops.positions import Keys, Positions
 from ops.rope import alibi_slopes
 from ops.sparse import sparse
 
 PATTERNS: dict[str, Callable[..., Pattern]] = {
-    "full": Full, "local": Local, "first": First, "strided": Strided, "columns": Columns, "chunk": Chunk, "fixed": Fixed,
-    "local_blocks": LocalBlocks, "random_blocks": RandomBlocks,
+    "full": patterns.Full, "local": patterns.Local, "first": patterns.First, "strided": patterns.Strided, "columns": patterns.Columns,
+    "chunk": patterns.Chunk, "fixed": patterns.Fixed, "local_blocks": patterns.LocalBlocks, "random_blocks": patterns.RandomBlocks,
 }
 
 
@@ -114,6 +113,6 @@ class Sparse(Attention):
         return 4 * self.D * float(seen.expand(self.H, T).sum())
 
     def backend(self, device: str, dtype: torch.dtype, training: bool) -> str:
-        how = How(keep=self.pattern.see, softcap=self.cfg.attn_softcap, dropout=self.cfg.attn_dropout if training else 0.0)
+        how = How(keep=self.pattern, softcap=self.cfg.attn_softcap, dropout=self.cfg.attn_dropout if training else 0.0)
         name = choose(self.cfg.attention_backend, device, dtype, self.D, how, grad=training)
         return name if name == "flex" or self.cfg.attention_backend == "reference" else "gathered"

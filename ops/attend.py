@@ -275,7 +275,7 @@ def flex(q: Tensor, k: Tensor, v: Tensor, at: Positions, keys: Keys, how: How) -
     changes = how.softcap or how.slopes is not None
     if q.device.type == "cpu" and not torch.compiler.is_compiling():
         warnings.filterwarnings("ignore", message="flex_attention called without torch.compile")   # compiling takes 17 s there, for nothing
-    return run(q, k, v, score_mod=score if changes else None, block_mask=block_mask, scale=how.scale, enable_gqa=H != k.shape[1])
+    return run(q, k, v, score_mod=score if changes else None, block_mask=block_mask, scale=how.scale, enable_gqa=k.shape[1] != H)
 
 
 @cache

@@ -44,6 +44,10 @@ class Pattern:
         """Positions of queries and keys and numbers of heads, broadcast -> bool."""
         return k <= q
 
+    def __call__(self, q: Tensor, k: Tensor, head: Tensor) -> Tensor:
+        """see: so a pattern is a function for attend's `keep`, and equal ones are equal (their bound methods would not be)."""
+        return self.see(q, k, head)
+
     def bound(self) -> tuple[float, float]:
         """(first, window): no query sees a key that is neither among the first nor in its window. What a state must keep."""
         return 0, math.inf

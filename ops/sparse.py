@@ -32,14 +32,14 @@ def sparse(q: Tensor, k: Tensor, v: Tensor, at: Positions, pattern: Pattern, *, 
     flex, where it runs, skips what is not seen in either.
     """
     T, plain = q.shape[2], at.plain and keys is None
-    how = How(keep=pattern.see, slopes=slopes, softcap=softcap, dropout=dropout)
+    how = How(keep=pattern, slopes=slopes, softcap=softcap, dropout=dropout)
     grad = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
     whole = backend == "reference" or choose(backend, q.device.type, q.dtype, q.shape[3], how, plain, grad) == "flex"
     if not whole and plain and pairs(pattern, T) < T * T / (4 if T <= ROWS else 2):     # else masks are faster
         return gathered(q, k, v, at, pattern, how)
 
     def run(q: Tensor, k: Tensor, v: Tensor, at: Positions, keys: Keys | None) -> Tensor:
-        return attend(q, k, v, at, keys=keys, backend=backend, keep=pattern.see, slopes=slopes, softcap=softcap, dropout=dropout)
+        return attend(q, k, v, at, keys=keys, backend=backend, keep=pattern, slopes=slopes, softcap=softcap, dropout=dropout)
 
     def run_part(q: Tensor, k: Tensor, v: Tensor, pos: Tensor, doc: Tensor) -> Tensor:
         part = Positions(len(q), q.shape[2], q.device, pos)
@@ -160,7 +160,7 @@ def gathered(q: Tensor, k: Tensor, v: Tensor, at: Positions, pattern: Pattern, h
 
 def softmax_over(parts: list[Part], q: Tensor, k: Tensor, v: Tensor, heads: Tensor, groups: Tensor, how: How) -> Tensor:
     """q (B, h, T, D), the heads' numbers and their key/value heads (h,) -> (B, h, T, V)."""
-    (B, h, T, D), G = q.shape, k.shape[1]
+    (B, _, T, D), G = q.shape, k.shape[1]
     begin = (torch.arange(B, device=q.device)[:, None] * G + groups)[:, :, None, None] * T       # (B, h, 1, 1): of a head's keys
 
     def pick(t: Tensor, part: Part) -> Tensor:                                                 # (B, h, N, M, D)

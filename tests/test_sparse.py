@@ -3,6 +3,7 @@
 import importlib.util
 import subprocess
 import sys
+from collections import defaultdict
 from itertools import combinations
 
 import pytest
@@ -144,10 +145,10 @@ def test_drawn_blocks_are_different_earlier_and_the_same_in_every_call():
 
 
 def test_every_subset_is_as_likely_as_any_other():
-    got = torch.stack(draw(2, torch.tensor(6), torch.arange(30000), 0), -1).sort(-1).values
-    counts = {pair: int((got == torch.tensor(pair)).all(-1).sum()) for pair in combinations(range(6), 2)}
-    assert sum(counts.values()) == 30000
-    assert sum((n - 2000) ** 2 / 2000 for n in counts.values()) < 36.1      # chi-square of 14 degrees, p = 0.001
+    got = torch.stack(draw(3, torch.tensor(6), torch.arange(40000), 0), -1).sort(-1).values
+    counts = {some: int((got == torch.tensor(some)).all(-1).sum()) for some in combinations(range(6), 3)}
+    assert sum(counts.values()) == 40000
+    assert sum((n - 2000) ** 2 / 2000 for n in counts.values()) < 43.8      # chi-square of 19 degrees, p = 0.001
 
 
 # what computes it
@@ -159,9 +160,9 @@ def test_gathered_keys_give_the_references_outputs_and_gradients(text, block, mo
     pattern = parse(text)
     for T, how in [(1, {}), (33, dict(softcap=2.0)), (130, {}), (130, dict(slopes=torch.tensor([0.5, 0.25, 0.1, 0.05])))]:
         results = []
-        for run in (lambda q, k, v, at: attend(q, k, v, at, backend="reference", keep=pattern.see, **how), lambda q, k, v, at: gathered(q, k, v, at, pattern, How(**how))):
-            q, k, v = qkv(T)
-            y = run(q, k, v, Positions(2, T, CPU))
+        for fast in (False, True):
+            (q, k, v), at = qkv(T), Positions(2, T, CPU)
+            y = gathered(q, k, v, at, pattern, How(**how)) if fast else attend(q, k, v, at, backend="reference", keep=pattern, **how)
             results.append((y, *torch.autograd.grad((y * torch.arange(y.numel()).view_as(y).sin()).sum(), (q, k, v))))
         for want, got in zip(*results):
             torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
@@ -194,15 +195,18 @@ def test_the_cost_grows_with_the_keys_seen(text, attended):
 
 
 class Watch(torch.utils._python_dispatch.TorchDispatchMode):
-    """The largest tensor that any operation makes, backward included."""
+    """The largest tensor that any operation makes, backward included, and what dtypes each makes."""
 
     def __init__(self):
         super().__init__()
-        self.largest = 0
+        self.largest, self.dtypes = 0, defaultdict(set)
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         out = func(*args, **(kwargs or {}))
-        self.largest = max([self.largest, *(t.untyped_storage().nbytes() // t.element_size() for t in (out if isinstance(out, tuple | list) else (out,)) if isinstance(t, torch.Tensor))])
+        for t in out if isinstance(out, tuple | list) else [out]:
+            if isinstance(t, torch.Tensor):
+                self.largest = max(self.largest, t.untyped_storage().nbytes() // t.element_size())
+                self.dtypes[func.overloadpacket.__name__].add(t.dtype)
         return out
 
 
@@ -218,10 +222,10 @@ def test_no_tensor_is_as_large_as_T_squared(text):
 def test_documents_are_masked_a_few_queries_at_a_time(text, monkeypatch):
     monkeypatch.setattr(module, "ROWS", 16)
     pos = torch.stack([torch.cat([torch.arange(n) for n in (20, 1, 29)]), torch.cat([torch.full((7,), -1), torch.arange(38), torch.full((5,), -1)])])
-    results = []
+    results, kept = [], []
     for backend in ("reference", "auto"):
-        q, k, v = qkv(50)
-        with Watch() as watch:
+        (q, k, v), kept = qkv(50), []
+        with Watch() as watch, torch.autograd.graph.saved_tensors_hooks(lambda t, kept=kept: kept.append(t.shape) or t, lambda t: t):
             y = sparse(q, k, v, Positions(2, 50, CPU, pos), parse(text), backend=backend)
             grads = torch.autograd.grad(y.sin().sum(), (q, k, v))
         results.append((y, *grads))
@@ -230,25 +234,40 @@ def test_documents_are_masked_a_few_queries_at_a_time(text, monkeypatch):
     doc = (pos == 0).cumsum(1)
     for row in range(2):                                               # the reference itself: visible and the table
         seen = visible(pos[row][:, None], pos[row], doc[row][:, None], doc[row]) & parse(text).see(pos[row][:, None], pos[row], torch.tensor(3))
-        w = attend(q, k, v, Positions(2, 50, CPU, pos), keep=parse(text).see, need_weights=True)[1]
+        w = attend(q, k, v, Positions(2, 50, CPU, pos), keep=parse(text), need_weights=True)[1]
         assert torch.equal(w[row, 3] > 0, seen)
     assert watch.largest <= 2 * 4 * 16 * 50, "no mask of all queries"
+    assert not any(shape[-2:] == (16, 50) for shape in kept), "none of a few is kept for backward"
 
 
-@pytest.mark.parametrize("text", ["first(3) | local(7)", "local(6) / strided(5)", "random_blocks(2, 8) | chunk(8)"])
-def test_flex_masks_by_the_same_function(text):
-    q, k, v = (t.detach() for t in qkv(70))
+@pytest.mark.parametrize("text, heads", [("first(3) | local(7)", 1), ("local(6) / strided(5)", 4), ("random_blocks(2, 8) | chunk(8)", 4)])
+def test_flex_masks_by_the_same_function(text, heads):
+    (q, k, v), at = (t.detach() for t in qkv(70)), Positions(2, 70, CPU)
     want = sparse(q, k, v, Positions(2, 70, CPU), parse(text), backend="reference")
-    torch.testing.assert_close(sparse(q, k, v, Positions(2, 70, CPU), parse(text), backend="flex"), want, rtol=1e-5, atol=2e-6)
+    torch.testing.assert_close(sparse(q, k, v, at, parse(text), backend="flex"), want, rtol=1e-5, atol=2e-6)
+    assert [mask.shape for key, mask in at.memo.items() if key[0] == "flex"] == [(1, heads, 70, 70)]
+
+
+@pytest.mark.parametrize("backend", ["reference", "sdpa", "flex"])
+def test_layers_of_different_patterns_do_not_share_masks_and_equal_ones_do(backend):
+    q, k, v = (t.detach() for t in qkv(40))
+    at, run = Positions(2, 40, CPU), lambda at, text: attend(q, k, v, at, keep=parse(text), backend=backend)
+    run(at, "local(9)")
+    masks = len(at.memo)
+    torch.testing.assert_close(run(at, "chunk(8)"), run(Positions(2, 40, CPU), "chunk(8)"), rtol=0, atol=0)
+    assert len(at.memo) > masks
+    masks = len(at.memo)
+    run(at, "local(9)")
+    assert len(at.memo) == masks
 
 
 def test_half_precision_has_statistics_in_float32():
-    q, k, v = (t.detach() for t in qkv(300))
-    q = q * 6
-    want = gathered(q, k, v, Positions(2, 300, CPU), parse("local(64) | strided(8)"), How())
-    q, k, v = (t.bfloat16() for t in (q, k, v))
-    got = gathered(q, k, v, Positions(2, 300, CPU), parse("local(64) | strided(8)"), How())
-    assert got.dtype == torch.bfloat16 and (got.float() - want).abs().mean() < 0.02 * want.abs().mean()
+    q, k, v = (t.detach().bfloat16() for t in qkv(300))
+    want = attend(q, k, v, Positions(2, 300, CPU), keep=parse("local(64) | strided(8)"), backend="reference")
+    with Watch() as watch:
+        got = gathered(q, k, v, Positions(2, 300, CPU), parse("local(64) | strided(8)"), How())
+    assert got.dtype == torch.bfloat16 and (got - want).abs().mean() < 0.01 * want.abs().mean()
+    assert watch.dtypes["exp_"] == {torch.float32}
 
 
 # the word
