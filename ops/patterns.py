@@ -112,14 +112,10 @@ class Alternate(Pattern):
     kinds: tuple[Pattern, ...]
 
     def see(self, q: Tensor, k: Tensor, head: Tensor) -> Tensor:
-        return any_of([kind.see(q, k, head) & (head % len(self.kinds) == i) for i, kind in enumerate(self.kinds)])
+        return reduce(torch.logical_or, [kind.see(q, k, head) & (head % len(self.kinds) == i) for i, kind in enumerate(self.kinds)])
 
     def bound(self) -> tuple[float, float]:
         return widest(*self.kinds)
-
-
-def any_of(masks: list[Tensor]) -> Tensor:
-    return reduce(torch.logical_or, masks)
 
 
 def widest(*patterns: Pattern) -> tuple[float, float]:
@@ -233,7 +229,7 @@ class RandomBlocks(Pattern):
     seed: int = 0
 
     def see(self, q: Tensor, k: Tensor, head: Tensor) -> Tensor:
-        return any_of([k // self.size == b for b in draw(self.count, q // self.size, head, self.seed)])
+        return reduce(torch.logical_or, [k // self.size == b for b in draw(self.count, q // self.size, head, self.seed)])
 
     def terms(self) -> list[tuple[Pattern, ...]]:
         return [(RandomBlock(self, i),) for i in range(self.count)]
@@ -271,7 +267,7 @@ def draw(count: int, block: Tensor, head: Tensor, seed: int) -> list[Tensor]:
     for i in range(count):
         top = block - count + i
         number = scramble(key + i) % (top + 1).clamp(min=1)
-        taken = any_of([number == c for c in chosen]) if chosen else number < 0
+        taken = reduce(torch.logical_or, [number == c for c in chosen], number < 0)
         chosen.append(torch.where(top < 0, -1, torch.where(taken, top, number)))
     return chosen
 

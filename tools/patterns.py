@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from dataclasses import dataclass
+from textwrap import fill
 
 from config.check import check_fields, check_range
 from engine.cli import one_line_errors, parse
@@ -58,7 +59,8 @@ def draw(tables: list, path: str) -> None:
     figure = Figure(figsize=(3 * columns, 3.3 * rows), layout="constrained")
     for ax, (title, head, seen) in zip(figure.subplots(rows, columns, squeeze=False).flat, tables):
         ax.imshow(seen, cmap="Blues", vmin=0, vmax=1.4)
-        ax.set_title(f"{title}\nhead {head}" if sum(t[0] == title for t in tables) > 1 else title, fontsize=8)
+        several = sum(t[0] == title for t in tables) > 1
+        ax.set_title(fill(title, 36) + (f"\nhead {head}" if several else ""), fontsize=8)
         ax.set_xlabel("key", fontsize=7)
         ax.set_ylabel("query", fontsize=7)
         ax.tick_params(labelsize=6)
