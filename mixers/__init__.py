@@ -18,10 +18,12 @@ from config.check import nearest
 from mixers.attention import Attention
 from mixers.mixer import Mixer, Parallel
 from mixers.mla import MLA
+from mixers.sparse import Sparse
 
 MIXERS: dict[str, type[Mixer]] = {
     "attention": Attention,
     "mla": MLA,
+    "sparse": Sparse,
 }
 
 Word = tuple[type[Mixer], Any]   # a mixer's class and its options

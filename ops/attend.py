@@ -37,6 +37,10 @@ SHORT = 256 # keys up to which plain products in bfloat16 beat the fused kernel 
 BAND = 64   # queries a block of `banded`: below 64 the overhead of a block outweighs what a window saves
 
 
+# bool, broadcast to (B, H, T, S); or a function of query positions, key positions and heads' numbers, broadcast, to bool
+Keep = Tensor | Callable[[Tensor, Tensor, Tensor], Tensor] | None
+
+
 @dataclass(frozen=True)
 class How:
     """What attend is asked for beside the tensors."""
@@ -44,7 +48,7 @@ class How:
     causal: bool = True
     window: int = 0
     sinks: int = 0
-    keep: Tensor | None = None         # bool, broadcast to (B, H, T, S): and-ed to what is visible
+    keep: Keep = None                  # and-ed to what is visible
     slopes: Tensor | None = None       # (H,): ALiBi, scores minus slope times distance
     scale: float | None = None
     softcap: float = 0.0
@@ -52,9 +56,13 @@ class How:
     dropout: float = 0.0
     need_weights: bool = False
 
+    def mask_key(self) -> tuple:
+        """Equal for what has the same masks; a `keep` that is a tensor belongs to one layer, whose masks are not remembered."""
+        return self.window, self.sinks, self.causal, self.keep if callable(self.keep) else None
+
 
 def attend(q: Tensor, k: Tensor, v: Tensor, at: Positions, *, keys: Keys | None = None, backend: str = "auto", causal: bool = True,
-           window: int = 0, sinks: int = 0, keep: Tensor | None = None, slopes: Tensor | None = None, scale: float | None = None,
+           window: int = 0, sinks: int = 0, keep: Keep = None, slopes: Tensor | None = None, scale: float | None = None,
            softcap: float = 0.0, sink_logit: Tensor | None = None, dropout: float = 0.0, need_weights: bool = False):
     """q (B, H, T, D), k (B, G, S, D), v (B, G, S, V) -> (B, H, T, V); a query that sees nothing gives 0.
 
@@ -118,14 +126,15 @@ def say_once(line: str) -> None:
 
 # what every backend needs
 
-def see(at: Positions, keys: Keys, how: How) -> Tensor:
+def see(at: Positions, keys: Keys, how: How, H: int) -> Tensor:
     """(B or 1, 1 or H, T, S) bool, made once a call for all layers that ask the same."""
     def make() -> Tensor:
         rows = slice(0, 1 if at.plain else None)     # plain rows are alike
-        q_pos, q_doc, k_pos, k_doc = at.pos[rows, :, None], at.doc[rows, :, None], keys.pos[rows, None], keys.doc[rows, None]
-        return visible(q_pos, k_pos, q_doc, k_doc, how.window, how.sinks, how.causal)[:, None]
-    mask = at.once(("see", keys.name, how.window, how.sinks, how.causal), make)
-    return mask if how.keep is None else mask & how.keep
+        q_pos, q_doc, k_pos, k_doc = (t[rows, None] for t in (at.pos[:, :, None], at.doc[:, :, None], keys.pos[:, None], keys.doc[:, None]))
+        mask = visible(q_pos, k_pos, q_doc, k_doc, how.window, how.sinks, how.causal)
+        return mask & how.keep(q_pos, k_pos, torch.arange(H, device=q_pos.device)[:, None, None]) if callable(how.keep) else mask
+    mask = at.once(("see", keys.name, *how.mask_key()), make)
+    return mask & how.keep if isinstance(how.keep, Tensor) else mask
 
 
 def distance_bias(q_pos: Tensor, k_pos: Tensor, slopes: Tensor) -> Tensor:
@@ -147,7 +156,7 @@ def reference(q: Tensor, k: Tensor, v: Tensor, at: Positions, keys: Keys, how: H
         s = how.softcap * torch.tanh(s / how.softcap)
     if how.slopes is not None:
         s = s + distance_bias(at.pos, keys.pos, how.slopes)
-    s = s.masked_fill(~see(at, keys, how), -torch.inf)
+    s = s.masked_fill(~see(at, keys, how, q.shape[1]), -torch.inf)
     lse = s.logsumexp(-1)                                                                     # (B, H, T)
     if how.sink_logit is not None:
         lse = torch.logaddexp(lse, how.sink_logit.float()[:, None].expand_as(lse))
@@ -168,9 +177,9 @@ def sdpa(q: Tensor, k: Tensor, v: Tensor, at: Positions, keys: Keys, how: How) -
 
     def make() -> tuple[Tensor, Tensor]:
         bias = None if how.slopes is None else distance_bias(at.pos, keys.pos, how.slopes)
-        return opened(see(at, keys, how), bias, q.dtype)
+        return opened(see(at, keys, how, q.shape[1]), bias, q.dtype)
 
-    mask, empty = make() if how.keep is not None else at.once(("mask", keys.name, how.window, how.sinks, how.causal, q.dtype), make)
+    mask, empty = make() if isinstance(how.keep, Tensor) else at.once(("mask", keys.name, *how.mask_key(), q.dtype), make)
     return fused(q, k, v, mask, how).masked_fill(empty, 0)
 
 
@@ -241,11 +250,16 @@ def flex(q: Tensor, k: Tensor, v: Tensor, at: Positions, keys: Keys, how: How) -
     """torch's flex_attention; its block mask skips what no query of a block sees, and is made once a call for all layers."""
     from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
     q_pos, q_doc, k_pos, k_doc = at.pos, at.doc, keys.pos, keys.doc
-    keep = None if how.keep is None else how.keep.expand(q.shape[0], q.shape[1], q.shape[2], k.shape[2])
+    (B, H, T, _), S, keep = q.shape, k.shape[2], how.keep
+    fixed = not isinstance(keep, Tensor)                             # a mask of positions, good for every layer
+    keep = keep.expand(B, H, T, S) if isinstance(keep, Tensor) else keep
+    by_head = keep is not None and (not callable(keep) or keep(q_pos[0, 0], k_pos[0, 0], torch.arange(H, device=q.device)).dim() > 0)
 
     def mask(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
         seen = visible(q_pos[b, i], k_pos[b, j], q_doc[b, i], k_doc[b, j], how.window, how.sinks, how.causal)
-        return seen if keep is None else seen & keep[b, h, i, j]
+        if keep is None:
+            return seen
+        return seen & (keep(q_pos[b, i], k_pos[b, j], h) if callable(keep) else keep[b, h, i, j])
 
     def score(s: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
         if how.softcap:
@@ -253,15 +267,15 @@ def flex(q: Tensor, k: Tensor, v: Tensor, at: Positions, keys: Keys, how: How) -
         return s if how.slopes is None else s - how.slopes[h] * (q_pos[b, i] - k_pos[b, j]).clamp(min=0)
 
     def blocks() -> BlockMask:
-        B = None if at.plain and keep is None else q.shape[0]        # one mask for rows that are alike
-        return create_block_mask(mask, B, None if keep is None else q.shape[1], q.shape[2], k.shape[2], device=str(q.device))
+        alike = at.plain and fixed                                   # one mask for all rows
+        return create_block_mask(mask, None if alike else B, H if by_head else None, T, S, device=str(q.device))
 
-    block_mask = at.once(("flex", keys.name, how.window, how.sinks, how.causal), blocks) if keep is None else blocks()
+    block_mask = at.once(("flex", keys.name, *how.mask_key()), blocks) if fixed else blocks()
     run: Any = flex_attention if q.device.type == "cpu" or torch.compiler.is_compiling() else compiled_flex()
     changes = how.softcap or how.slopes is not None
     if q.device.type == "cpu" and not torch.compiler.is_compiling():
         warnings.filterwarnings("ignore", message="flex_attention called without torch.compile")   # compiling takes 17 s there, for nothing
-    return run(q, k, v, score_mod=score if changes else None, block_mask=block_mask, scale=how.scale, enable_gqa=q.shape[1] != k.shape[1])
+    return run(q, k, v, score_mod=score if changes else None, block_mask=block_mask, scale=how.scale, enable_gqa=k.shape[1] != H)
 
 
 @cache

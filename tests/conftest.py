@@ -21,6 +21,8 @@ VARIANTS = {
                   "attention(window=5)|attention"],
     "mla": ["mla(q_lora_rank=12, kv_lora_rank=10, qk_nope_head_dim=6, qk_rope_head_dim=2, v_head_dim=12)", "mla(window=7, sinks=3)",
             "mla(rope=False) attention"],
+    "sparse": ["sparse(pattern='first(3) | local(7)')", "sparse(pattern='fixed(8)')", "sparse(pattern='chunk(9)', rope=False)",
+               "sparse(pattern='local(6) / strided(5) & local(30)')", "sparse(pattern='local_blocks(2, 4) | random_blocks(2, 4, seed=3)')"],
 }
 
 
