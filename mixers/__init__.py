@@ -17,9 +17,11 @@ from config import GPTConfig
 from config.check import nearest
 from mixers.attention import Attention
 from mixers.mixer import Mixer, Parallel
+from mixers.nsa import NSA
 
 MIXERS: dict[str, type[Mixer]] = {
     "attention": Attention,
+    "nsa": NSA,
 }
 
 Word = tuple[type[Mixer], Any]   # a mixer's class and its options

@@ -19,6 +19,8 @@ from model import GPT, GPTConfig
 VARIANTS = {
     "attention": ["attention(window=7)", "attention(window=7, sinks=3)", "attention(window=80)", "attention(rope=False) attention",
                   "attention(window=5)|attention"],
+    "nsa": ["nsa(compress=4, stride=2, select=4, blocks=3, window=5)", "nsa(compress=5, stride=3, select=7, blocks=4, window=6)",
+            "nsa(compress=8, stride=8, select=3, blocks=5, window=80)|attention(window=3)"],
 }
 
 
