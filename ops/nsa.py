@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-SCORES = 1 << 20   # scores held at once: 4 MB in float32, about what the caches of two cores keep
+SCORES = 1 << 22   # scores held at once: 16 MB in float32; an eighth of it is slower by a sixth
 PAIRS = 1 << 17    # (query, block) pairs whose partial outputs are held at once: 128 MB where r D = 256
 TILE = 64          # pairs of one block that are multiplied together
 
@@ -39,6 +39,11 @@ def exact(t: Tensor) -> Tensor:
     return t.float() if t.dtype in (torch.float16, torch.bfloat16) else t
 
 
+def grouped(q: Tensor, G: int) -> Tensor:
+    """(B, H, T, D) -> (B, G, T, r, D), scaled."""
+    return (q.unflatten(1, (G, -1)).transpose(2, 3) * q.shape[3] ** -0.5).contiguous()
+
+
 # the rows, and the choice
 
 @torch.compiler.disable     # how much there is to do depends on the data
@@ -53,48 +58,43 @@ def compressed(q: Tensor, k: Tensor, v: Tensor, pos: Tensor, first: Tensor | Non
     and of equals the later block wins: so what only rounding sets apart is chosen alike, whole or token by token. Fewer than n:
     the rest is -1. The choice has no gradient; the rows learn from their own output.
     """
-    B, H, T, D = q.shape
     q, k, v = exact(q), exact(k), exact(v)
     with torch.autocast(q.device.type, enabled=False):
-        y, blocks = Compressed.apply(q.unflatten(1, (k.shape[1], -1)) * D ** -0.5, k, v, pos, first, sizes, past)
-    return y.flatten(1, 2), blocks
+        y, blocks = Compressed.apply(grouped(q, k.shape[1]), k, v, pos, first, sizes, past)
+    return y.transpose(2, 3).flatten(1, 2), blocks
 
 
 class Compressed(torch.autograd.Function):
-    """Softmax over the rows, a chunk of queries at a time; backward makes the weights again."""
+    """Softmax over the rows for queries (B, G, T, r, D), a chunk of them at a time; backward makes the weights again."""
 
     @staticmethod
-    def weights(q: Tensor, k: Tensor, first: Tensor | None, count: Tensor, t: slice, n: int) -> tuple[Tensor, Tensor]:
-        """Queries (B G, r c, D) of a chunk, and their weights of the first n rows (B G, r c, n); uniform where no row is complete."""
-        B, G, r, _, D = q.shape
-        i, count = torch.arange(n, device=q.device), count[:, t, None]                      # (B, c, 1)
-        i = i if first is None else i - first[:, t, None]
-        hidden = ((i < 0) | (i >= count)) & (count > 0)                                     # (B, c, n)
-        bias = torch.zeros(hidden.shape, dtype=q.dtype, device=q.device).masked_fill_(hidden, -torch.inf)
-        qc = q[:, :, :, t].reshape(B * G, -1, D)
-        bias = bias[:, None, None].expand(B, G, r, -1, n).reshape(B * G, -1, n) if B > 1 else bias.repeat(1, r, 1)
-        return qc, torch.baddbmm(bias, qc, k[:, :, :n].flatten(0, 1).mT).softmax(-1)
-
-    @staticmethod
-    def chunks(q: Tensor, N: int, sizes: Sizes, past: int) -> Iterator[tuple[slice, int]]:
-        """Queries, and how many rows they can reach."""
-        B, G, r, T, _ = q.shape
+    def chunks(q: Tensor, k: Tensor, first: Tensor | None, count: Tensor, sizes: Sizes, past: int) -> Iterator[tuple]:
+        """Which queries, how many rows they can reach, the queries (B G, c r, D) and their weights (B G, c r, n); uniform where
+        no row is complete."""
+        (B, G, T, r, _), N = q.shape, k.shape[2]
         c = max(16, SCORES // (B * G * r * N))
-        for t in range(0, T, c):
-            yield slice(t, t + c), min(N, max(1, sizes.rows(past) - (-min(t + c, T) // sizes.stride)))
+        for a in range(0, T, c):
+            t = slice(a, min(a + c, T))
+            n = min(N, max(1, sizes.rows(past) - (-t.stop // sizes.stride)))
+            i, upto = torch.arange(n, device=q.device), count[:, t, None]                   # (B, c, 1)
+            i = i if first is None else i - first[:, t, None]
+            hidden = ((i < 0) | (i >= upto)) & (upto > 0)                                   # (B, c, n)
+            bias = torch.zeros(hidden.shape, dtype=q.dtype, device=q.device).masked_fill_(hidden, -torch.inf)
+            bias = bias[:, None, :, None].expand(B, G, -1, r, n).reshape(B * G, -1, n)
+            qc = q[:, :, t].flatten(2, 3).flatten(0, 1)
+            yield t, n, qc, torch.baddbmm(bias, qc, k[:, :, :n].flatten(0, 1).mT).softmax(-1)
 
     @staticmethod
-    def forward(ctx, q, k, v, pos, first, sizes, past):   # q (B, G, r, T, D), scaled
-        B, G, r, T, D = q.shape
+    def forward(ctx, q, k, v, pos, first, sizes, past):
+        B, G, T, r, _ = q.shape
         count = sizes.rows(pos + 1)                                                         # (B, T)
-        y, blocks = v.new_empty(*q.shape[:4], v.shape[3]), pos.new_full((B, G, T, sizes.blocks), -1)
-        for t, n in Compressed.chunks(q, k.shape[2], sizes, past):
-            _, w = Compressed.weights(q, k, first, count, t, n)
-            y[:, :, :, t] = (w @ v[:, :, :n].flatten(0, 1)).view(B, G, r, -1, v.shape[3])
-            found = choose(w.view(B, G, r, -1, n), None if first is None else first[:, t], count[:, t], pos[:, t], sizes,
-                           -(-(past + min(t.stop, T)) // sizes.select))
+        y, blocks = q.new_empty(*q.shape[:4], v.shape[3]), pos.new_full((B, G, T, sizes.blocks), -1)
+        for t, n, _, w in Compressed.chunks(q, k, first, count, sizes, past):
+            y[:, :, t] = (w @ v[:, :, :n].flatten(0, 1)).view(y[:, :, t].shape)
+            found = choose(w.view(B, G, -1, r, n).sum(3), None if first is None else first[:, t], count[:, t], pos[:, t], sizes,
+                           -(-(past + t.stop) // sizes.select))
             blocks[:, :, t, :found.shape[3]] = found
-        empty = (count == 0)[:, None, None, :, None]
+        empty = (count == 0)[:, None, :, None, None]
         ctx.save_for_backward(q, k, v, first, count, y.masked_fill_(empty, 0), empty)
         ctx.sizes, ctx.past = sizes, past
         ctx.mark_non_differentiable(blocks)
@@ -103,17 +103,16 @@ class Compressed(torch.autograd.Function):
     @staticmethod
     def backward(ctx, dy, _):
         q, k, v, first, count, y, empty = ctx.saved_tensors
-        (B, G), dq, dk, dv = q.shape[:2], torch.empty_like(q), torch.zeros_like(k).flatten(0, 1), torch.zeros_like(v).flatten(0, 1)
-        dy = dy.masked_fill(empty, 0)
-        delta = (dy * y).sum(-1)                                                            # (B, G, r, T)
+        dq, dk, dv = torch.empty_like(q), torch.zeros_like(k).flatten(0, 1), torch.zeros_like(v).flatten(0, 1)
+        dy = dy.masked_fill(empty, 0).contiguous()
+        delta = (dy * y).sum(-1, keepdim=True)                                              # (B, G, T, r, 1)
         with torch.autocast(q.device.type, enabled=False):
-            for t, n in Compressed.chunks(q, k.shape[2], ctx.sizes, ctx.past):
-                qc, w = Compressed.weights(q, k, first, count, t, n)
-                dyc = dy[:, :, :, t].reshape(B * G, -1, v.shape[3])
+            for t, n, qc, w in Compressed.chunks(q, k, first, count, ctx.sizes, ctx.past):
+                dyc, delta_c = (g[:, :, t].flatten(2, 3).flatten(0, 1) for g in (dy, delta))
                 dv[:, :n].baddbmm_(w.mT, dyc)
-                ds = (dyc @ v[:, :, :n].flatten(0, 1).mT).sub_(delta[:, :, :, t].reshape(B * G, -1, 1)).mul_(w)
+                ds = (dyc @ v[:, :, :n].flatten(0, 1).mT).sub_(delta_c).mul_(w)
                 dk[:, :n].baddbmm_(ds.mT, qc)
-                dq[:, :, :, t] = (ds @ k[:, :, :n].flatten(0, 1)).view(dq[:, :, :, t].shape)
+                dq[:, :, t] = (ds @ k[:, :, :n].flatten(0, 1)).view(dq[:, :, t].shape)
         return dq, dk.view_as(k), dv.view_as(v), None, None, None, None
 
 
@@ -131,12 +130,11 @@ def overlap(sizes: Sizes, device: torch.device) -> tuple[int, int, Tensor]:
 
 
 def choose(w: Tensor, first: Tensor | None, count: Tensor, pos: Tensor, sizes: Sizes, N: int) -> Tensor:
-    """Weights (B, G, r, c, n) of rows -> (B, G, c, blocks or less): the chosen of N blocks; see `compressed`."""
+    """Weights (B, G, c, n) of rows, summed over heads -> (B, G, c, blocks or less): the chosen of N blocks; see `compressed`."""
     j, own = torch.arange(N, device=w.device), (pos // sizes.select)[:, None, :, None]      # a padding's own block is -1
     if sizes.blocks >= N:
         return torch.where(j <= own, j, -1).expand(-1, w.shape[1], -1, -1)
-    w = exact(w.sum(2)).float()                                                             # (B, G, c, n)
-    i = torch.arange(w.shape[3], device=w.device)
+    w, i = w.float(), torch.arange(w.shape[3], device=w.device)
     if first is not None:                                                                   # row 0 of the document comes first
         w = w.gather(3, (i + first[..., None]).clamp(max=w.shape[3] - 1)[:, None].expand_as(w))
     if first is not None or (count == 0).any():
@@ -144,9 +142,10 @@ def choose(w: Tensor, first: Tensor | None, count: Tensor, pos: Tensor, sizes: S
     reach, step, shared = overlap(sizes, w.device)
     groups = -(-N // shared.shape[1])
     w = F.pad(w, (reach, groups * step - w.shape[3])).unfold(3, len(shared), step)          # (B, G, c, groups, rows)
-    bits = (w @ shared).flatten(3)[..., :N].view(torch.int32) >> 12                         # as ordered as the numbers: none is below 0
+    importance = (w.reshape(-1, len(shared)) @ shared).view(*w.shape[:3], -1)[..., :N]
+    bits = importance.contiguous().view(torch.int32) >> 12                                  # as ordered as the numbers: none is below 0
     bits = bits.masked_fill((j == 0) | (j >= own - 1), 1 << 20).long()
-    key = ((bits << 32) + j).masked_fill(j > own, -1).topk(sizes.blocks).values
+    key = ((bits << 32) + j).masked_fill(j > own, -1).topk(sizes.blocks, sorted=False).values
     return torch.where(key < 0, -1, key & 0xFFFFFFFF)
 
 
@@ -166,9 +165,9 @@ def selected(q: Tensor, k: Tensor, v: Tensor, blocks: Tensor, pos: Tensor, start
     base = torch.arange(B * G, device=q.device).view(B, G, 1) * S + start[:, None]          # (B, G, T): position 0 among all keys
     key = torch.where(blocks < 0, -1, base[..., None] + blocks * size)                      # (B, G, T, n): a block's first key
     with torch.autocast(q.device.type, enabled=False):
-        rows = (q.unflatten(1, (G, -1)) * q.shape[3] ** -0.5).transpose(2, 3).reshape(B * G * T, -1, q.shape[3])   # (B G T, r, D)
-        y = Selected.apply(rows, k.reshape(B * G * S, -1), v.reshape(B * G * S, -1), key.flatten(0, 2), (base + pos[:, None]).flatten(), size)
-    return y.view(B, G, T, -1, v.shape[3]).transpose(2, 3).flatten(1, 2)
+        k, v, last = k.reshape(B * G * S, -1), v.reshape(B * G * S, -1), (base + pos[:, None]).flatten()
+        y = Selected.apply(grouped(q, G).flatten(0, 2), k, v, key.flatten(0, 2), last, size)
+    return y.view(B, G, T, -1, y.shape[-1]).transpose(2, 3).flatten(1, 2)
 
 
 class Tiles(NamedTuple):
@@ -209,9 +208,10 @@ class Selected(torch.autograd.Function):
         for c, tiles in Selected.chunks(key, block):
             top, total, out = (q.new_empty(tiles.query.numel() * r, *s) for s in ((), (), (V,)))
             for t, at, _, s in Selected.scores(tiles, q, k, keys, last):
-                top[at] = s.amax(-1).flatten()
-                p = s.sub_(top[at].view(*s.shape[:2], 1)).exp_()
-                total[at], out[at] = p.sum(-1).flatten(), (p @ v[tiles.block[t]]).flatten(0, 1)
+                most = torch.amax(s, -1, out=top[at].view(s.shape[:2]))
+                p = s.sub_(most[..., None]).exp_()
+                torch.sum(p, -1, out=total[at].view(s.shape[:2]))
+                torch.bmm(p, v[tiles.block[t]], out=out[at].view(*s.shape[:2], V))
             peak = top.view(-1, r)[tiles.place].masked_fill_(key[c, :, None] < 0, -torch.inf)      # (c, n, r)
             most = peak.amax(1, keepdim=True).clamp(min=least.min)
             w = peak.sub_(most).exp_()
@@ -235,11 +235,11 @@ class Selected(torch.autograd.Function):
                 for t, at, qt, s in Selected.scores(tiles, q, k, keys, last):
                     query, b = tiles.query[t], tiles.block[t]
                     p = s.sub_(lse[query].view(*s.shape[:2], 1)).exp_()
-                    dyt = dy[query].view(*s.shape[:2], -1)
+                    dyt = dy.index_select(0, query.flatten()).view(*s.shape[:2], -1)
                     dv.index_add_(0, b, p.mT @ dyt)
                     ds = (dyt @ v[b].mT).sub_(delta[query].view(*s.shape[:2], 1)).mul_(p)
                     dk.index_add_(0, b, ds.mT @ qt)
-                    out[at.start // r:at.stop // r] = (ds @ k[b]).view(query.numel(), -1)
+                    torch.bmm(ds, k[b], out=out[at.start // r:at.stop // r].view(*s.shape[:2], -1))
                 held = (key[c] >= 0).to(q.dtype)
                 dq[c] = F.embedding_bag(tiles.place, out, mode="sum", per_sample_weights=held).view(-1, *q.shape[1:])
         dk, dv = (d.new_zeros(t.shape).index_add_(0, inside.flatten(), d.flatten(0, 1)).to(t.dtype) for t, d in zip(shapes[1:], (dk, dv)))
@@ -265,10 +265,11 @@ class Selected(torch.autograd.Function):
         for i in range(0, N, step):
             t = slice(i, min(i + step, N))
             query, b = tiles.query[t], tiles.block[t]
-            qt = q[query].view(len(b), m * r, -1)
+            qt = q.index_select(0, query.flatten()).view(len(b), m * r, -1)
             s = qt @ k[b].mT
-            later = keys[b][:, None] > last[query][..., None]                               # (tiles, m, size)
-            s.view(-1, m, r, size).masked_fill_(later[:, :, None], -torch.inf)
+            cut = (keys[b, -1] > last[query].amin(1)).nonzero()[:, 0]                        # tiles of which some see only a part
+            later = keys[b[cut], None, None] > last[query[cut]][..., None, None]            # (tiles, m, 1, size)
+            s[cut] = s[cut].view(-1, m, r, size).masked_fill_(later, -torch.inf).view(-1, m * r, size)
             yield t, slice(i * m * r, t.stop * m * r), qt, s
 
 
