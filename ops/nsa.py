@@ -55,8 +55,8 @@ def compressed(q: Tensor, k: Tensor, v: Tensor, pos: Tensor, first: Tensor | Non
     The blocks are those with the largest importance: the weights of the rows, summed over the r heads, each row giving to a
     block in proportion to the positions they share (the paper's sum, where the block is a multiple of the stride). Always among
     them: the first block, the query's own and the one before it. Importances are compared in float32 to 12 significant bits,
-    and of equals the later block wins: so what only rounding sets apart is chosen alike, whole or token by token. Fewer than n:
-    the rest is -1. The choice has no gradient; the rows learn from their own output.
+    and of equals the later block wins: what only rounding sets apart is (but for a value at the edge of two) chosen alike, whole or
+    token by token. Fewer than n: the rest is -1. The choice has no gradient; the rows learn from their own output.
     """
     q, k, v = exact(q), exact(k), exact(v)
     with torch.autocast(q.device.type, enabled=False):
@@ -137,8 +137,7 @@ def choose(w: Tensor, first: Tensor | None, count: Tensor, pos: Tensor, sizes: S
     w, i = w.float(), torch.arange(w.shape[3], device=w.device)
     if first is not None:                                                                   # row 0 of the document comes first
         w = w.gather(3, (i + first[..., None]).clamp(max=w.shape[3] - 1)[:, None].expand_as(w))
-    if first is not None or (count == 0).any():
-        w = w.masked_fill(i >= count[:, None, :, None], 0)
+    w = w.masked_fill(i >= count[:, None, :, None], 0)
     reach, step, shared = overlap(sizes, w.device)
     groups = -(-N // shared.shape[1])
     w = F.pad(w, (reach, groups * step - w.shape[3])).unfold(3, len(shared), step)          # (B, G, c, groups, rows)
@@ -202,8 +201,7 @@ class Selected(torch.autograd.Function):
         (Q, r, _), V, least = q.shape, v.shape[1], torch.finfo(q.dtype)
         begin, block = key.unique(return_inverse=True)                                      # the blocks in use, and that of each pair
         keys = begin[:, None] + torch.arange(size, device=k.device)                         # (blocks, size)
-        ctx.save_for_backward(q, k, v, key, block, keys, last)
-        y, lse = q.new_empty(Q, r, V), q.new_empty(Q, r)
+        given, y, lse = (q, k, v, key, block, keys, last), q.new_empty(Q, r, V), q.new_empty(Q, r)
         q, k, v, last = Selected.ready(q, k, v, keys, last)
         for c, tiles in Selected.chunks(key, block):
             top, total, out = (q.new_empty(tiles.query.numel() * r, *s) for s in ((), (), (V,)))
@@ -219,15 +217,15 @@ class Selected(torch.autograd.Function):
             index = tiles.place[:, None] * r + torch.arange(r, device=q.device)[:, None]           # (c, r, n)
             y[c] = F.embedding_bag(index.flatten(0, 1), out, mode="sum", per_sample_weights=(w / sums).mT.flatten(0, 1)).view(-1, r, V)
             lse[c] = (most + sums.log())[:, 0]
-        ctx.results = y, lse
+        ctx.save_for_backward(*given, y, lse)
         return y
 
     @staticmethod
     def backward(ctx, dy):
-        q, k, v, key, block, keys, last = ctx.saved_tensors
-        (y, lse), shapes, inside = ctx.results, (q.shape, k, v), keys.clamp(0, len(k) - 1)
+        q, k, v, key, block, keys, last, y, lse = ctx.saved_tensors
+        given, inside, dq, r = (k, v), keys.clamp(0, len(k) - 1), torch.empty_like(q), q.shape[1]
         q, k, v, last = Selected.ready(q, k, v, keys, last)
-        dq, dk, dv, r = q.new_empty(shapes[0]), torch.zeros_like(k), torch.zeros_like(v), q.shape[1]
+        dk, dv = torch.zeros_like(k), torch.zeros_like(v)
         dy, delta, lse = one_more(dy, 0), one_more((dy * y).sum(-1), 0), one_more(lse, torch.inf)
         with torch.autocast(q.device.type, enabled=False):
             for c, tiles in Selected.chunks(key, block):
@@ -242,7 +240,7 @@ class Selected(torch.autograd.Function):
                     torch.bmm(ds, k[b], out=out[at.start // r:at.stop // r].view(*s.shape[:2], -1))
                 held = (key[c] >= 0).to(q.dtype)
                 dq[c] = F.embedding_bag(tiles.place, out, mode="sum", per_sample_weights=held).view(-1, *q.shape[1:])
-        dk, dv = (d.new_zeros(t.shape).index_add_(0, inside.flatten(), d.flatten(0, 1)).to(t.dtype) for t, d in zip(shapes[1:], (dk, dv)))
+        dk, dv = (d.new_zeros(t.shape).index_add_(0, inside.flatten(), d.flatten(0, 1)).to(t.dtype) for t, d in zip(given, (dk, dv)))
         return dq, dk, dv, None, None, None
 
     @staticmethod

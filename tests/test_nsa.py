@@ -271,6 +271,24 @@ def test_decoding_goes_on_exactly_from_every_length(sizes):
         torch.testing.assert_close(fed(model, x[:, :n + 8], [n, 1, 2, 5]), whole[:, :n + 8], rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize("sizes", ["powers of two", "nothing divides"])
+def test_rows_go_on_behind_padding_and_into_the_next_document(sizes):
+    word = "nsa(" + ", ".join(f"{k}={v}" for k, v in SIZES[sizes].items()) + ")"
+    model, x = tiny(layers=word, n_kv_head=2), tokens(3, 50)
+    state = model.init_state(3, 50)
+    pos = torch.stack([rows_of([19, -4]), rows_of([-4, 19]), rows_of([23])])
+    model(torch.stack([F.pad(x[0, :19], (0, 4)), F.pad(x[1, :19], (4, 0)), x[2, :23]]), pos=pos, state=state)
+    pos = torch.stack([F.pad(torch.arange(19, 41), (5, 0), value=-1), F.pad(torch.arange(19, 41), (1, 4), value=-1), torch.cat([torch.arange(23, 30), torch.arange(20)])])
+    y = model(torch.stack([F.pad(x[0, 19:41], (5, 0)), F.pad(x[1, 19:41], (1, 4)), x[2, 23:50]]), pos=pos, state=state)
+    whole = model(x)
+    torch.testing.assert_close(y[0, 5:], whole[0, 19:41], rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(y[1, 1:-4], whole[1, 19:41], rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(y[2], torch.cat([whole[2, 23:30], model(x[2:, 30:])[0]]), rtol=1e-5, atol=1e-5)
+    alone = model(torch.cat([x[2:, 30:], x[:1, :1]], 1))[0, -1]
+    torch.testing.assert_close(model(torch.stack([x[0, 41:42], x[1, 41:42], x[0, :1]]), state=state)[:, 0],
+                               torch.stack([whole[0, 41], whole[1, 41], alone]), rtol=1e-5, atol=1e-5)
+
+
 def test_a_state_holds_what_is_claimed():
     """256 tokens: keys and values of all, of (256 - 8) / 4 + 1 rows, of a window of 20, and the inputs of 7; one slot more each."""
     m = mixer(compress=8, stride=4, select=8, blocks=4, window=20)
