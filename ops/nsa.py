@@ -76,13 +76,13 @@ class Compressed(torch.autograd.Function):
         for a in range(0, T, c):
             t = slice(a, min(a + c, T))
             n = min(N, max(1, sizes.rows(past) - (-t.stop // sizes.stride)))
-            i, upto = torch.arange(n, device=q.device), count[:, t, None]                   # (B, c, 1)
-            i = i if first is None else i - first[:, t, None]
-            hidden = ((i < 0) | (i >= upto)) & (upto > 0)                                   # (B, c, n)
-            bias = torch.zeros(hidden.shape, dtype=q.dtype, device=q.device).masked_fill_(hidden, -torch.inf)
-            bias = bias[:, None, :, None].expand(B, G, -1, r, n).reshape(B * G, -1, n)
-            qc = q[:, :, t].flatten(2, 3).flatten(0, 1)
-            yield t, n, qc, torch.baddbmm(bias, qc, k[:, :, :n].flatten(0, 1).mT).softmax(-1)
+            qc, upto = q[:, :, t].flatten(2, 3).flatten(0, 1), count[:, t, None]            # (B, c, 1)
+            w = qc @ k[:, :, :n].flatten(0, 1).mT
+            all_see = int(upto.min()) if first is None else 0                               # so many rows: no mask on those
+            i = torch.arange(all_see, n, device=q.device) - (0 if first is None else first[:, t, None])
+            hidden = ((i < 0) | (i >= upto)) & (upto > 0)                                   # (B, c, n - all_see)
+            w.view(B, G, -1, r, n)[..., all_see:].masked_fill_(hidden[:, None, :, None], -torch.inf)
+            yield t, n, qc, w.softmax(-1)
 
     @staticmethod
     def forward(ctx, q, k, v, pos, first, sizes, past):
