@@ -18,11 +18,13 @@ from config.check import nearest
 from mixers.attention import Attention
 from mixers.mixer import Mixer, Parallel
 from mixers.mla import MLA
+from mixers.nsa import NSA
 from mixers.sparse import Sparse
 
 MIXERS: dict[str, type[Mixer]] = {
     "attention": Attention,
     "mla": MLA,
+    "nsa": NSA,
     "sparse": Sparse,
 }
 
