@@ -10,6 +10,7 @@ import contextlib
 import io
 import json
 import math
+import os
 import random
 import subprocess
 import sys
@@ -247,8 +248,9 @@ def check_ddp(device: torch.device, layers: str = "attention", compile: bool = F
         alone = run(folder, device, "alone", **same)
         config = settings(folder, device, "ddp", **same)
         launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=1"]
+        threads = {"OMP_NUM_THREADS": str(torch.get_num_threads())}      # torchrun's one thread would add in another order
         child = subprocess.run([*launch, "-m", "bench.checks", json.dumps(vars(config))], cwd=ROOT, stdout=subprocess.PIPE,
-                               stderr=subprocess.STDOUT, text=True, timeout=600)
+                               stderr=subprocess.STDOUT, text=True, timeout=600, env={**os.environ, **threads})
         errors = [line.strip() for line in child.stdout.splitlines() if "Error" in line]
         demand(child.returncode == 0, f"torchrun ended with {child.returncode}: {(errors or ['no error named'])[0][:200]}")
         ranks = read(config, child.stdout)

@@ -131,7 +131,7 @@ class MLA(Mixer):
         s = (kv @ q.flatten(1, 2).mT).mT.unflatten(1, (H, T)).float() * self.D**-0.5         # (B, H, T, S)
         if self.cfg.attn_softcap:
             s = self.cfg.attn_softcap * torch.tanh(s / self.cfg.attn_softcap)
-        mask, empty = opened(see(at, keys or at.keys_new(), How(window=self.window, sinks=self.sinks)), None, s.dtype)
+        mask, empty = opened(see(at, keys or at.keys_new(), How(window=self.window, sinks=self.sinks), H), None, s.dtype)
         w = s.masked_fill(~mask, -torch.inf).softmax(-1).masked_fill(empty, 0).type_as(kv)
         c = (w.flatten(1, 2) @ kv[..., :self.rank]).unflatten(1, (H, T))                     # (B, H, T, rank)
         return torch.einsum("bhtr,hvr->bhtv", c, self.v_up.weight.view(H, self.V, self.rank))
