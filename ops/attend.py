@@ -126,7 +126,7 @@ def say_once(line: str) -> None:
 
 # what every backend needs
 
-def see(at: Positions, keys: Keys, how: How, H: int) -> Tensor:
+def see(at: Positions, keys: Keys, how: How, H: int = 1) -> Tensor:
     """(B or 1, 1 or H, T, S) bool, made once a call for all layers that ask the same."""
     def make() -> Tensor:
         rows = slice(0, 1 if at.plain else None)     # plain rows are alike
