@@ -42,7 +42,7 @@ from tqdm import tqdm
 
 from data.find import find
 from data.loader import FixedWindows
-from data.mixture import weights
+from data.mixture import Mixture
 from engine.checkpoint import find_step, load_model, read_config, read_progress
 from engine.device import autocast, keep_memory, pick_device, pick_dtype
 from ops.loss import IGNORE, count_valid
@@ -86,6 +86,7 @@ if __name__ == "__main__":
     with one_line_errors():
         step = find_step(config.checkpoint)
         print(f"{step}: step {read_progress(step).iter}", file=sys.stderr)
-        names = [config.dataset] if config.dataset else list(weights(read_config(step)["dataset"]))
-        for name in names:
-            show(evaluate(replace(config, checkpoint=str(step), dataset=name)), f"{name} " if len(names) > 1 else "")
+        corpora = {} if config.dataset else Mixture(read_config(step)["dataset"]).corpora
+        where = {name: str(corpus.folder) for name, corpus in corpora.items()} or {"": str(config.dataset)}
+        for name, folder in where.items():
+            show(evaluate(replace(config, checkpoint=str(step), dataset=folder)), f"{name} " if len(where) > 1 else "")

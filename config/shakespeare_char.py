@@ -12,7 +12,7 @@ mlp = "gelu"
 dropout = 0.2
 
 batch_size = 64
-max_iters = 5000            # 82 M tokens, 74 epochs: the best step comes earlier
+max_iters = 5000            # 82 M tokens, 82 epochs
 learning_rate = 1e-3
 warmup_iters = 100
 beta2 = 0.99

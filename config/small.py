@@ -3,7 +3,7 @@
     torchrun --nproc-per-node=8 train.py config/small.py
 
 The global batch is 512 rows whatever the number of GPUs. One GPU of 24 GB: --batch_size=8 --gradient_accumulation_steps=64;
-of 80 GB: --batch_size=64 --gradient_accumulation_steps=8.
+of 80 GB: --batch_size=32 --gradient_accumulation_steps=16 (11 and 38 GiB by the estimate that a run begins with).
 """
 
 dataset = "fineweb_edu"      # python -m data.fineweb_edu.prepare

@@ -4,25 +4,32 @@ from __future__ import annotations
 
 import contextlib
 from pathlib import Path
+from typing import get_args
 
 import numpy as np
 
-from data.find import find
+from data.find import find, is_name
 from data.loader import FixedWindows, Loader
+from data.tokenizer import Published
 
+SHARED = ("byte", *get_args(Published))   # tokenizers that no corpus has made for itself: another corpus may have a variant with it
 PERIOD = 1000   # rows after which the weights are met exactly; so they count in thousandths
 
 
 class Mixture:
-    """The corpora that `dataset` names and their weights, which add up to 1. They share a tokenizer."""
+    """The corpora that `dataset` names and their weights, which add up to 1. They share the tokenizer of the first: with
+    fineweb_edu in gpt2's, `python` is data/python_gpt2."""
 
     def __init__(self, dataset: str):
         self.weights = weights(dataset)
         self.corpora = {name: find(name) for name in self.weights}
         (first, corpus), *others = self.corpora.items()
+        kind = corpus.meta.get("settings", {}).get("tokenizer")
         for name, other in others:
+            if other.tokenizer.hash != corpus.tokenizer.hash and kind in SHARED and is_name(name):
+                other = self.corpora[name] = find(f"{name}_{kind}")
             if other.tokenizer.hash != corpus.tokenizer.hash:
-                raise ValueError(f"{first} and {name} have different tokenizers: prepare one with the other's --tokenizer")
+                raise ValueError(f"{first} and {name} have different tokenizers: prepare both with one of {', '.join(SHARED)}")
         self.tokenizer, self.vocab_size = corpus.tokenizer, corpus.vocab_size
 
     def train(self, block_size: int, rows: int, seed: int, rank: int = 0, ranks: int = 1) -> Loader:

@@ -1,7 +1,6 @@
 """What the tests share: tiny models loud enough to show mistakes, and a corpus made up on the spot."""
 
 import os
-import random
 import socket
 import sys
 from pathlib import Path
@@ -13,6 +12,7 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 import pytest
 import torch
 
+from bench.checks import made_up
 from model import GPT, GPTConfig
 
 # Every word of MIXERS is tested as it is; words with options that change what the code does are added here.
@@ -56,13 +56,6 @@ def fed(model: GPT, x: torch.Tensor, pieces: list[int], state=None, pos=None) ->
         out.append(model(x[:, i:i + n], pos=None if pos is None else pos[:, i:i + n], state=state))
         i += n
     return torch.cat(out, 1)
-
-
-def made_up(n: int = 3000, seed: int = 0) -> str:
-    """Lines of made-up words, learnable and short."""
-    draw = random.Random(seed)
-    some = ["".join(draw.choice("bcdfglmnprst") + draw.choice("aeiou") for _ in range(draw.randint(1, 3))) for _ in range(60)]
-    return "".join(draw.choice(some) + (".\n" if draw.random() < 0.15 else " ") for _ in range(n))
 
 
 def has_loopback() -> bool:

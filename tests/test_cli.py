@@ -123,7 +123,7 @@ def test_configs_go_through_json():
 
 
 def test_presets_in_the_repository_parse_and_say_what_to_expect():
-    for path in sorted((ROOT / "config").glob("*.py")):
+    for path in sorted((ROOT / "config").rglob("*.py")):
         if path.stem not in ("__init__", "check"):
             parse(TrainConfig, [str(path)], presets=True)
             last = re.search(r"(# .*\n?)+\Z", path.read_text(encoding="utf-8")).group()

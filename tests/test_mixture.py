@@ -14,6 +14,7 @@ from test_train import config, metrics  # noqa: F401
 from data.build import build
 from data.documents import Document
 from data.mixture import PERIOD, MixedLoader, Mixture, shares, weights
+from data.shards import Corpus
 from eval import EvalConfig, evaluate
 from ops.positions import document_positions, within_documents
 from train import train
@@ -73,6 +74,16 @@ def test_rows_come_by_weight_each_corpus_in_its_own_order_whatever_the_ranks(fol
 def test_other_tokenizers_do_not_mix(folders, corpus):
     with pytest.raises(ValueError, match="different tokenizers"):
         Mixture(f"{folders[0]},{corpus}")
+
+
+def test_a_corpus_with_a_tokenizer_of_its_own_is_taken_in_the_first_ones(folders, corpus, monkeypatch):
+    """`fineweb_edu:0.8,python:0.2`, where python has learned its own: data/python_gpt2 it is, or the command that makes it."""
+    known = {"words": Path(folders[0]), "letters": corpus, "letters_byte": Path(folders[1])}
+    monkeypatch.setattr("data.mixture.find", lambda name: Corpus(known[name]))
+    mixture = Mixture("words:3,letters:1")
+    assert mixture.corpora["letters"].folder == Path(folders[1]) and mixture.weights == {"words": 0.75, "letters": 0.25}
+    with pytest.raises(ValueError, match="prepare both with one of byte, gpt2"):
+        Mixture("letters,words")              # a vocabulary of characters is one corpus's own
 
 
 def test_a_run_on_a_mixture_reports_each_loss_and_resumes(config, folders, capsys):  # noqa: F811

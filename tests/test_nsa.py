@@ -110,7 +110,7 @@ def rows_of(lengths):
 PACKED = torch.stack([rows_of(r) for r in ([41], [16, 1, 24], [-9, 32], [-2, 7, 25, -7])])
 
 
-def same(m: NSA, pos: torch.Tensor | None, close: dict, dtype: torch.dtype) -> None:
+def assert_same(m: NSA, pos: torch.Tensor | None, close: dict, dtype: torch.dtype) -> None:
     """Outputs and every gradient, of whole rows against each document by hand."""
     x = torch.randn(4, 41, 20, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
     loud = torch.randn(4, 41, 20, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
@@ -142,20 +142,20 @@ def same(m: NSA, pos: torch.Tensor | None, close: dict, dtype: torch.dtype) -> N
 @pytest.mark.parametrize("pos", [None, PACKED], ids=["plain", "packed"])
 @pytest.mark.parametrize("sizes", SIZES)
 def test_equals_the_loop_in_float64(sizes, pos):
-    same(mixer(**SIZES[sizes], position="none"), pos, dict(rtol=1e-9, atol=1e-9), torch.float64)
+    assert_same(mixer(**SIZES[sizes], position="none"), pos, dict(rtol=1e-9, atol=1e-9), torch.float64)
 
 
 @pytest.mark.parametrize("G", [1, 4])
 @pytest.mark.parametrize("sizes", ["powers of two", "nothing divides"])
 def test_equals_the_loop_in_float32_with_rotation_norms_and_biases(sizes, G):
-    same(mixer(G, **SIZES[sizes], qk_norm=True, bias=True), PACKED, dict(rtol=1e-5, atol=1e-5), torch.float32)
+    assert_same(mixer(G, **SIZES[sizes], qk_norm=True, bias=True), PACKED, dict(rtol=1e-5, atol=1e-5), torch.float32)
 
 
 @pytest.mark.parametrize("sizes", ["powers of two", "nothing divides"])
 def test_small_tiles_and_chunks_give_the_same(sizes, monkeypatch):
     for name, size in (("TILE", 3), ("PAIRS", 30), ("SCORES", 200)):
         monkeypatch.setattr(module, name, size)
-    same(mixer(**SIZES[sizes], position="none"), PACKED, dict(rtol=1e-9, atol=1e-9), torch.float64)
+    assert_same(mixer(**SIZES[sizes], position="none"), PACKED, dict(rtol=1e-9, atol=1e-9), torch.float64)
 
 
 # flash-linear-attention
