@@ -20,6 +20,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ops.bands import bands
 from ops.positions import Keys, Positions, visible
 
 
@@ -215,18 +216,22 @@ def banded(q: Tensor, k: Tensor, v: Tensor, at: Positions, keys: Keys, how: How)
 
     With T = 200, a window of 9 and no past: N = 4 blocks of L = 64 queries; block 1 holds queries 64 to 127 and keys 56 to 127.
     """
-    (B, H, T, _), n, W = q.shape, k.shape[2] - q.shape[2], how.window
-    L, reach, f = max(W, BAND), W - 1, min(how.sinks, T)
+    (B, H, T, D), n, W = q.shape, k.shape[2] - q.shape[2], how.window
+    in_blocks = q.device.type == "cpu" and how.slopes is None and not how.dropout and not torch.compiler.is_compiling()
+    L, f = BAND if in_blocks else max(W, BAND), min(how.sinks, T)
+    reach = -(-(W - 1) // L) * L if in_blocks else W - 1
     N = -(-T // L)
     fill = N * L - T
 
     def own(t: Tensor, value: float = 0) -> Tensor:                        # (B, T, ...) -> (B, N, L, ...)
         return F.pad(t, (0, 0) * (t.dim() - 2) + (0, fill), value=value).unflatten(1, (N, L))
 
+    def row(t: Tensor, value: float = 0) -> Tensor:                        # (B, S, ...) -> (B, reach + N L, ...): the new ones
+        return F.pad(t[:, n:], (0, 0) * (t.dim() - 2) + (reach, fill), value=value)
+
     def reached(t: Tensor, value: float = 0) -> Tensor:                    # (B, S, ...) -> (B, N, n + f + reach + L, ...)
-        band = F.pad(t[:, n:], (0, 0) * (t.dim() - 2) + (reach, fill), value=value).unfold(1, reach + L, L).movedim(-1, 2)
         front = t[:, None, :n + f].expand(B, N, *t[:, :n + f].shape[1:])
-        return torch.cat([front, band], 2)
+        return torch.cat([front, row(t, value).unfold(1, reach + L, L).movedim(-1, 2)], 2)
 
     def make() -> tuple[Tensor, Tensor]:
         q_pos, q_doc = own(at.pos, -1)[..., None], own(at.doc)[..., None]  # (B, N, L, 1)
@@ -239,7 +244,12 @@ def banded(q: Tensor, k: Tensor, v: Tensor, at: Positions, keys: Keys, how: How)
         bias = None if how.slopes is None else distance_bias(q_pos[..., 0].flatten(0, 1), k_pos[:, :, 0].flatten(0, 1), how.slopes)
         return opened(mask[:, None], bias, q.dtype)
 
-    mask, empty = at.once(("band", keys.name, W, how.sinks, q.dtype), make)
+    mask, empty = at.once(("band", keys.name, W, how.sinks, q.dtype, L), make)
+    if in_blocks:
+        k, v = (torch.cat([t[:, :, :n + f], row(t.transpose(1, 2)).transpose(1, 2)], 2) for t in (k, v))
+        q = F.pad(q * (D ** -0.5 if how.scale is None else how.scale), (0, 0, 0, fill))
+        y = bands(q, k, v, mask.view(B, N, L, -1), n + f)
+        return y.masked_fill(empty.view(B, 1, N * L, 1), 0)[:, :, :T]
     q = own(q.transpose(1, 2)).flatten(0, 1).transpose(1, 2)               # (B N, H, L, D)
     k, v = (reached(t.transpose(1, 2)).flatten(0, 1).transpose(1, 2) for t in (k, v))
     y = fused(q, k, v, mask, how).masked_fill(empty, 0)

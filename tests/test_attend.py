@@ -75,6 +75,21 @@ def test_banded_windows_equal_the_reference_forward_and_backward(T, given, sinks
         torch.testing.assert_close(b, a, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.parametrize("scores", [1, 1 << 15])
+@pytest.mark.parametrize("window", [9, 70])
+def test_bands_in_small_chunks_equal_the_reference_forward_and_backward(monkeypatch, window, scores):
+    """Three documents, one longer than two windows; 1 score at a time is one block of queries at a time."""
+    monkeypatch.setattr("ops.bands.SCORES", scores)
+    at = Positions(1, 260, CPU, torch.cat([torch.arange(t) for t in (180, 1, 79)])[None])
+    grads = []
+    for backend in ("reference", "sdpa"):
+        q, k, v = qkv(B=1, T=260, G=2, grad=True)
+        y = attend(q, k, v, at, backend=backend, window=window)
+        grads.append((y, *torch.autograd.grad(y.sin().sum(), (q, k, v))))
+    for a, b in zip(*grads):
+        torch.testing.assert_close(b, a, rtol=1e-5, atol=5e-6)
+
+
 def test_a_window_costs_memory_linear_in_the_length():
     """The largest tensor of the banded path at T = 4096 is far below a T x T mask."""
     sizes = []
