@@ -6,7 +6,7 @@
     full       the rival: F.scaled_dot_product_attention(is_causal=True) alone, the same heads given, in turns with the others
     peak       what one call, forward and backward, holds at most above its inputs and weights, in a process of its own
     state      bytes of init_state after that many tokens
-    decode     one token to a state of T tokens of random content, which costs what any other content does
+    next       one token to a state of T tokens of random content, which costs what any other content does
 
 One row, 12 heads of 64 with 3 key/value heads, 768 channels; float32, bfloat16 on CUDA; eager.
 """
@@ -21,11 +21,11 @@ import multiprocessing
 import signal
 import sys
 import time
-from collections.abc import Callable, Hashable, Iterable
+from collections.abc import Callable, Iterable
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from importlib.util import find_spec
 from pathlib import Path
 from statistics import median
@@ -42,9 +42,11 @@ class MixersConfig:
     words: str | None = None
     """words of `layers`, apart by spaces (None: all, and attention(window=512))"""
     min_T: int = 256
-    """shortest context in tokens; then its doubles"""
+    """shortest context in tokens"""
     max_T: int = 16384
     """longest"""
+    step: int = 4
+    """times as long each context is as the one before"""
     decode_T: int = 65536
     """a state of so many tokens for decoding, beside those above (0: none)"""
     matrix_T: int = 32768
@@ -61,6 +63,7 @@ class MixersConfig:
         for name in ("min_T", "longest"):
             check_range(self, name, above=0)
         check_range(self, "max_T", least=self.min_T)
+        check_range(self, "step", least=2)
         check_range(self, "decode_T", least=0)
         check_range(self, "matrix_T", least=0)
 
@@ -85,7 +88,10 @@ FULL = "full (SDPA)"
 OPTIONS = {"sparse": "sparse(pattern='local(128) | strided(128)')"}     # the default pattern is one for a context of 1024
 MORE = ["attention(window=512)"]
 LAST = 3                                                                # sizes that the exponents are fitted to
+PANELS = {"itself_s": "forward and backward, itself, s", "peak_bytes": "peak memory, bytes", "state_bytes": "state, bytes",
+          "decode_s": "the next token, s"}
 Row = dict[str, Any]
+Calls = dict[str, Callable[[], object]]
 
 
 class Ratio(NamedTuple):
@@ -137,16 +143,16 @@ def training(word: str, T: int, device: torch.device, dtype: torch.dtype, itself
     """A call that goes forward and backward once."""
     draw = lambda *shape: torch.randn(shape, device=device, dtype=dtype, generator=torch.Generator(device).manual_seed(0))
     if word == FULL:
-        leaves = [draw(1, heads, T, D).requires_grad_() for heads in (H, G, G)]
-        given, shape = [], (1, H, T, D)
-        forward = lambda: F.scaled_dot_product_attention(*leaves, is_causal=True, enable_gqa=True)
+        q, k, v = leaves = [draw(1, heads, T, D).requires_grad_() for heads in (H, G, G)]
+        given: list[Tensor] = []
+        forward = lambda: F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
     else:
         mixer = make(word, T, device, dtype)
-        given, shape = without_projections(mixer) if itself else [], (1, T, C)
-        x = draw(*shape).requires_grad_()
+        given = without_projections(mixer) if itself else []
+        x = draw(1, T, C).requires_grad_()
         leaves = [x, *mixer.parameters()]
         forward = lambda: mixer(x, Positions(1, T, device))
-    weight = [draw(*shape)]
+    weight = [torch.randn_like(leaves[0])]
 
     def call() -> None:
         y = forward()
@@ -187,16 +193,23 @@ def timed(call: Callable[[], object], device: torch.device) -> float:
     return time.perf_counter() - start
 
 
-def in_turns(calls: dict[Hashable, Callable[[], object]], device: torch.device, least: int = 3, seconds: float = 0.5,
-             most: int = 30) -> dict[Hashable, float]:
+def in_turns(calls: Calls, device: torch.device, failed: Callable[[str, BaseException], None], least: int = 3, seconds: float = 0.5,
+             most: int = 30) -> dict[str, float]:
     """The median time of each, one after the other in every round, so that a machine that slows down slows them all. Each is called
-    `least` times and until `seconds` are over, after a first call, which counts only where it takes 5 s or more."""
-    first = {name: timed(call, device) for name, call in calls.items()}
-    times = {name: [s] if s >= 5 else [] for name, s in first.items()}
+    `least` times and until `seconds` are over, after a first call, which counts only where it takes 5 s or more. What cannot do
+    the first is handed to `failed`."""
+    times: dict[str, list[float]] = {}
+    for name, call in calls.items():
+        try:
+            s = timed(call, device)
+        except (RuntimeError, ValueError, MemoryError) as e:
+            failed(name, e)
+        else:
+            times[name] = [s] if s >= 5 else []
     for _ in range(most):
-        for name, call in calls.items():
-            if len(times[name]) < least or sum(times[name]) < seconds:
-                times[name].append(timed(call, device))
+        for name, t in times.items():
+            if len(t) < least or sum(t) < seconds:
+                t.append(timed(calls[name], device))
     return {name: median(t) for name, t in times.items()}
 
 
@@ -325,13 +338,12 @@ def exponent(sizes: Iterable[int], values: Iterable[float | None], last: int = L
 
 
 def growth(result: Row) -> list[Row]:
-    """Exponents a word, over the doubling sizes."""
+    """Exponents a word, over the steps of T."""
     found = []
     for word in result["words"]:
         rows = {r["T"]: r for r in result["rows"] if r["word"] == word and r["T"] in result["sizes"]}
         sizes = sorted(rows)
-        found.append({"word": word, **{name: exponent(sizes, [rows[T].get(name) for T in sizes])
-                                       for name in ("itself_s", "peak_bytes", "state_bytes", "decode_s")}})
+        found.append({"word": word, **{name: exponent(sizes, [rows[T].get(name) for T in sizes]) for name in PANELS}})
     return found
 
 
@@ -353,21 +365,20 @@ def default_words() -> list[str]:
     return [OPTIONS.get(name, name) for name in MIXERS] + MORE
 
 
-def reason(e: BaseException) -> str:
-    return f"{type(e).__name__}: {(str(e).strip().splitlines() or [''])[0][:200]}"
-
-
 class Run:
     """The figures so far, in `result` and in the file."""
 
     def __init__(self, config: MixersConfig, words: list[str], device: torch.device):
         self.config, self.device, self.dtype = config, device, torch.bfloat16 if device.type == "cuda" else torch.float32
-        self.sizes = [config.min_T * 2**i for i in range(1 + int(math.log2(config.max_T / config.min_T) + 1e-9))]
+        self.sizes = [config.min_T]
+        while self.sizes[-1] * config.step <= config.max_T:
+            self.sizes.append(self.sizes[-1] * config.step)
         name = torch.cuda.get_device_name(device) if device.type == "cuda" else f"{device.type}, {torch.get_num_threads()} threads"
         self.result: Row = {"device": name, "torch": torch.__version__, "dtype": str(self.dtype)[6:], "sizes": self.sizes,
                             "words": [FULL, *words], "rows": [], "matrix": [], "left_out": []}
-        self.extra = {r.T: {r.word, r.other} for r in RATIOS if r.time == "itself_s" and r.T not in self.sizes and r.T <= config.max_T
-                      and {r.word, r.other} <= {FULL, *words}}
+        there = {FULL, *words}
+        self.extra = {r.T: {r.word, r.other} for r in RATIOS if r.time == "itself_s" and r.T not in self.sizes
+                      and config.min_T <= r.T <= config.max_T and {r.word, r.other} <= there}
         self.decoded = [*self.sizes, config.decode_T] if config.decode_T and config.decode_T not in self.sizes else self.sizes
         self.matrices = [512 * 2**i for i in range(9) if 512 * 2**i <= config.matrix_T]
 
@@ -393,6 +404,9 @@ class Run:
         self.result["left_out"].append({"word": word, "T": T, "why": why})
         self.save()
 
+    def failed(self, T: int, word: str, e: BaseException) -> None:
+        self.leave_out(word, T, f"{type(e).__name__}: {(str(e).strip().splitlines() or [''])[0][:200]}")
+
     def alone(self, bar: tqdm) -> None:
         """Every word by itself, one call at each T: the peak, and what does not fit or takes too long."""
         for word in self.result["words"]:
@@ -409,7 +423,7 @@ class Run:
                     try:
                         held, s = run(training_peak, word, T, self.device, self.dtype)
                     except (RuntimeError, ValueError, MemoryError) as e:
-                        self.leave_out(word, T, reason(e))
+                        self.failed(T, word, e)
                         break
                     last = T
                     self.put(word, T, peak_bytes=held)
@@ -419,26 +433,24 @@ class Run:
         for T in sorted([*self.sizes, *self.extra]):
             bar.set_description(f"time {T}")
             there = [r["word"] for r in self.result["rows"] if r["T"] == T and "peak_bytes" in r]
-            calls: dict[Hashable, Callable[[], object]] = {
-                (w, itself): training(w, T, self.device, self.dtype, itself) for w in there for itself in (False, True)
-                if itself or w != FULL}
-            for key, s in in_turns(calls, self.device).items():
-                word, itself = key  # type: ignore[misc]
-                self.put(word, T, **{"itself_s" if itself else "mixer_s": s})
+            for name, least in (("itself_s", 3), ("mixer_s", 1)):      # ratios are of the first
+                calls: Calls = {w: training(w, T, self.device, self.dtype, itself=least == 3) for w in there if least == 3 or w != FULL}
+                for word, s in in_turns(calls, self.device, partial(self.failed, T), least=least).items():
+                    self.put(word, T, **{name: s})
             bar.update()
 
     def decode(self, bar: tqdm) -> None:
         for T in self.decoded:
             bar.set_description(f"decoding {T}")
-            calls: dict[Hashable, Callable[[], object]] = {}
+            calls: Calls = {}
             for word in self.result["words"][1:]:
                 try:
                     self.put(word, T, state_bytes=state_bytes(word, T, self.dtype))
                     calls[word] = decoding(word, T, self.device, self.dtype)
                 except (RuntimeError, ValueError, MemoryError) as e:
-                    self.leave_out(word, T, f"decoding: {reason(e)}")
-            for key, s in in_turns(calls, self.device, least=20, seconds=0.1, most=50).items():
-                self.put(str(key), T, decode_s=s)
+                    self.failed(T, word, e)
+            for word, s in in_turns(calls, self.device, partial(self.failed, T), least=20, seconds=0.1, most=50).items():
+                self.put(word, T, decode_s=s)
             bar.update()
 
     def matrix(self, bar: tqdm) -> None:
@@ -448,10 +460,10 @@ class Run:
                 row: Row = {"T": T, "matrix_bytes": 2 * T * T}
                 try:
                     row |= {f"{kind}_peak": run(matrix_peak, kind, T, self.device) for kind in ("matrix", "fused")}
-                    calls: dict[Hashable, Callable[[], object]] = {kind: matrix_call(kind, T, self.device) for kind in ("matrix", "fused")}
-                    row |= {f"{kind}_s": s for kind, s in in_turns(calls, self.device, seconds=0.3).items()}
+                    calls: Calls = {kind: matrix_call(kind, T, self.device) for kind in ("matrix", "fused")}
+                    row |= {f"{kind}_s": s for kind, s in in_turns(calls, self.device, partial(self.failed, T)).items()}
                 except (RuntimeError, MemoryError) as e:
-                    row["why"] = reason(e)
+                    self.failed(T, "matrix", e)
                 self.result["matrix"].append(row)
                 self.save()
                 bar.update()
@@ -477,34 +489,33 @@ def number(value: float | None, unit: float, width: int, digits: int = 1) -> str
 
 def report(result: Row) -> str:
     """The tables."""
-    ms, MiB = 1e-3, 2**20
-    wide = max(len(w) for w in result["words"])
+    ms, MiB, wide = 1e-3, 2**20, max(len(w) for w in result["words"])
     full = {r["T"]: r.get("itself_s") for r in result["rows"] if r["word"] == FULL}
-    lines = [f"one row, {H} heads of {D}, {G} key/value heads, {C} channels; {result['dtype']}, {result['device']}, torch {result['torch']}",
-             "forward and backward: the mixer, and itself without the projections from and to the stream, beside full attention given",
-             "its heads (SDPA); most memory that a call holds above its inputs; state; the next token", "",
-             f"{'':{wide}} {'T':>7} {'mixer ms':>10} {'itself ms':>10} {'full/itself':>11} {'peak MiB':>10} {'state MiB':>10} {'decode ms':>10}"]
+    shape, machine = f"one row, {H} heads of {D}, {G} key/value heads, {C} channels", f"{result['device']}, torch {result['torch']}"
+    lines = [f"{shape}; {result['dtype']}, {machine}",
+             "forward and backward: the mixer, and itself without the projections from and to the stream; full is attention given q, k, v;",
+             "peak: the most that a call of the mixer holds above its inputs; state of T tokens; the next token after T", "",
+             f"{'':{wide}} {'T':>7} {'mixer ms':>10} {'itself ms':>10} {'full/this':>10} {'peak MiB':>10} {'state MiB':>9} {'next ms':>8}"]
     for word in result["words"]:
         for r in sorted((r for r in result["rows"] if r["word"] == word), key=lambda r: r["T"]):
             own, theirs = r.get("itself_s"), full.get(r["T"])
             lines.append(f"{word:{wide}} {r['T']:7,} {number(r.get('mixer_s'), ms, 10)} {number(own, ms, 10)} "
-                         f"{number(theirs / own if own and theirs else None, 1, 11, 2)} {number(r.get('peak_bytes'), MiB, 10)} "
-                         f"{number(r.get('state_bytes'), MiB, 10, 2)} {number(r.get('decode_s'), ms, 10, 2)}")
+                         f"{number(theirs / own if own and theirs else None, 1, 10, 2)} {number(r.get('peak_bytes'), MiB, 10)} "
+                         f"{number(r.get('state_bytes'), MiB, 9, 2)} {number(r.get('decode_s'), ms, 8, 2)}")
     lines += [f"left out: {r['word']} at {r['T']:,}: {r['why']}" for r in result["left_out"]]
-    fitted = ", ".join(f"{T:,}" for T in result["sizes"][-LAST:])
-    lines += ["", f"exponents of growth over T = {fitted}: 1 is linear, 2 quadratic", f"{'':{wide}} {'time':>7} {'peak':>7} {'state':>7} {'decode':>7}"]
-    lines += [f"{r['word']:{wide}} " + " ".join(number(r[name], 1, 7, 2) for name in ("itself_s", "peak_bytes", "state_bytes", "decode_s"))
-              for r in result["growth"]]
+    lines += ["", "exponents of growth over T = " + ", ".join(f"{T:,}" for T in result["sizes"][-LAST:]) + ": 1 is linear, 2 quadratic",
+              f"{'':{wide}} {'itself':>7} {'peak':>7} {'state':>7} {'next':>7}"]
+    lines += [f"{r['word']:{wide}} " + " ".join(number(r[name], 1, 7, 2) for name in PANELS) for r in result["growth"]]
     if result["matrix"]:
-        lines += ["", f"the attention matrix of one head of {D}, T x T in float16, and softmax(q k^T) v by it and without it (fused), forward;",
-                  "peaks are measured above q, k and v", f"{'T':>9} {'matrix MiB':>12} {'peak MiB':>10} {'ms':>9} {'fused MiB':>10} {'ms':>9}"]
-        lines += [f"{r['T']:9,} {number(r['matrix_bytes'], MiB, 12)} {number(r.get('matrix_peak'), MiB, 10)} {number(r.get('matrix_s'), ms, 9)} "
-                  f"{number(r.get('fused_peak'), MiB, 10)} {number(r.get('fused_s'), ms, 9)}  {r.get('why', '')}".rstrip() for r in result["matrix"]]
-        lines += [f"{T:9,} {number(2 * T * T, MiB, 12)}   by arithmetic" for T in (131072,)]
+        lines += ["", f"one head of {D}, forward, by a T x T matrix in float16 and by the fused kernel, without one; peaks are above q, k, v",
+                  f"{'T':>9} {'matrix MiB':>12} {'peak MiB':>10} {'ms':>9} {'fused MiB':>10} {'ms':>9}"]
+        lines += [f"{r['T']:9,} {number(r['matrix_bytes'], MiB, 12)} "
+                  + " ".join(f"{number(r.get(k + '_peak'), MiB, 10)} {number(r.get(k + '_s'), ms, 9)}" for k in ("matrix", "fused"))
+                  for r in result["matrix"]]
+        lines += [f"{131072:9,} {number(2 * 131072**2, MiB, 12)}   by arithmetic"]
     lines.append("")
     for r in result["ratios"]:
-        what = "decoding" if r["time"] == "decode_s" else "itself"
-        said = f"{r['word']} against {r['other']}, {what} at {r['T']:,}:"
+        said = f"{r['word']} against {r['other']}, {'the next token' if r['time'] == 'decode_s' else 'itself'} at {r['T']:,}:"
         goal = "no goal" if r["goal"] is None else f"goal {r['goal']:g}: {'reached' if (r['ratio'] or 0) >= r['goal'] else 'missed'}"
         lines.append(f"{said} {r['ratio']:.2f} times as fast ({goal})" if r["ratio"] else f"{said} skipped, {r['why']}")
     return "\n".join(lines)
@@ -513,11 +524,9 @@ def report(result: Row) -> str:
 def draw(result: Row, path: Path) -> None:
     """Time, memory, state and decoding over T, both axes logarithmic."""
     from matplotlib.figure import Figure
-    panels = {"itself_s": "forward and backward, itself, s", "peak_bytes": "peak memory, bytes", "state_bytes": "state, bytes",
-              "decode_s": "the next token, s"}
     slopes = {r["word"]: r for r in result["growth"]}
     figure = Figure(figsize=(13, 10), layout="constrained")
-    for ax, (name, title) in zip(figure.subplots(2, 2).flat, panels.items()):
+    for ax, (name, title) in zip(figure.subplots(2, 2).flat, PANELS.items()):
         for i, word in enumerate(result["words"]):
             points = sorted((r["T"], r[name]) for r in result["rows"] if r["word"] == word and r.get(name))
             if points:
