@@ -507,7 +507,7 @@ def report(result: Row) -> str:
               f"{'':{wide}} {'itself':>7} {'peak':>7} {'state':>7} {'next':>7}"]
     lines += [f"{r['word']:{wide}} " + " ".join(number(r[name], 1, 7, 2) for name in PANELS) for r in result["growth"]]
     if result["matrix"]:
-        lines += ["", f"one head of {D}, forward, by a T x T matrix in float16 and by the fused kernel, without one; peaks are above q, k, v",
+        lines += ["", f"one head of {D}, forward, by a T x T matrix in float16 and by the fused kernel, without one; peaks above q, k, v",
                   f"{'T':>9} {'matrix MiB':>12} {'peak MiB':>10} {'ms':>9} {'fused MiB':>10} {'ms':>9}"]
         lines += [f"{r['T']:9,} {number(r['matrix_bytes'], MiB, 12)} "
                   + " ".join(f"{number(r.get(k + '_peak'), MiB, 10)} {number(r.get(k + '_s'), ms, 9)}" for k in ("matrix", "fused"))

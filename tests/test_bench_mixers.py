@@ -40,7 +40,7 @@ def test_a_known_allocation_is_measured():
     """In whole processes of their own, as the bench measures."""
     with child(CPU) as run:
         run(held, 1 << 20)
-        for n in (256 << 20, 64 << 20):              # the larger before hides nothing
+        for n in (256 << 20, 64 << 20, 16 << 20, 16 << 20):       # the larger before hides nothing
             assert run(held, n) == pytest.approx(n, rel=0.1)
 
 
