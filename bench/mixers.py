@@ -4,7 +4,8 @@
     itself     the same without the matrices that read or write the residual stream: those give what they gave before, nothing is
                subtracted. What belongs to the mechanism stays in: rotation, gates, mla's expansion, nsa's compression
     full       the rival: F.scaled_dot_product_attention(is_causal=True) alone, the same heads given, in turns with the others
-    peak       what one call, forward and backward, holds at most above its inputs and weights, in a process of its own
+    peak       what one call of the mixer, forward and backward, holds at most above its inputs and weights (all gradients are in it),
+               in a process of its own
     state      bytes of init_state after that many tokens
     next       one token to a state of T tokens of random content, which costs what any other content does
 
@@ -44,7 +45,7 @@ class MixersConfig:
     min_T: int = 256
     """shortest context in tokens"""
     max_T: int = 16384
-    """longest"""
+    """longest; 65536 needs --longest=600 for what is quadratic, and most of an hour on two cores"""
     step: int = 4
     """times as long each context is as the one before"""
     decode_T: int = 65536
@@ -141,7 +142,8 @@ def without_projections(mixer: Mixer) -> list[Tensor]:
 
 def training(word: str, T: int, device: torch.device, dtype: torch.dtype, itself: bool = False) -> Callable[[], None]:
     """A call that goes forward and backward once."""
-    draw = lambda *shape: torch.randn(shape, device=device, dtype=dtype, generator=torch.Generator(device).manual_seed(0))
+    g = torch.Generator(device).manual_seed(0)
+    draw = lambda *shape: torch.randn(shape, device=device, dtype=dtype, generator=g)
     if word == FULL:
         q, k, v = leaves = [draw(1, heads, T, D).requires_grad_() for heads in (H, G, G)]
         given: list[Tensor] = []
@@ -475,6 +477,7 @@ class Run:
                 for part in (self.decode, self.matrix, self.alone, self.times):
                     part(bar)
         except KeyboardInterrupt:
+            self.result["stopped"] = True
             print("stopped; so far:", file=sys.stderr)
         self.result |= {"growth": growth(self.result), "ratios": ratios(self.result)}
         self.save()
@@ -557,4 +560,5 @@ def main(config: MixersConfig) -> Row:
 
 if __name__ == "__main__":
     with one_line_errors():
-        main(config)
+        if main(config).get("stopped"):
+            raise SystemExit(130)
