@@ -22,6 +22,7 @@ from data.tokenizer import Tokenizer
 from engine.dashboard import Dashboard, sample, short
 from engine.device import peak_flops, peak_memory
 from model import GPT
+from ops import flash
 
 NAMES = {"wte": "embedding", "wpe": "positions", "mixer": "mixers", "mlp": "feed-forward"}
 
@@ -81,6 +82,7 @@ def start_block(model: GPT, optimizer: torch.optim.Optimizer, config: TrainConfi
     per_step = config.batch_size * config.gradient_accumulation_steps * config.block_size
     total = sum(p.numel() for p in model.parameters())
     backends = ", ".join(dict.fromkeys(b.mixer.backend(device.type, dtype, True) for b in model.blocks))  # type: ignore[operator,union-attr]
+    backends = backends.replace("flash", f"flash-attn {flash.version()}")
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else f"{device.type}, {torch.get_num_threads()} threads"
     epochs = ", ".join(f"{e:.2g} epochs of {count(n)}{f'({name})' if len(corpus.weights) > 1 else ''}".strip()
                        for name, (e, n) in corpus.epochs(per_step * config.max_iters).items())

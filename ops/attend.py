@@ -12,8 +12,6 @@ import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
-from importlib import import_module
-from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -21,18 +19,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ops.bands import bands
+from ops.flash import flash_attention, refuses, version
 from ops.positions import Keys, Positions, visible
 
-
-def importable(name: str) -> bool:
-    """Installed, and built for this torch."""
-    try:
-        return find_spec(name) is not None and import_module(name) is not None
-    except Exception:
-        return False
-
-
-HAS_FLASH = importable("flash_attn")
 SHORT = 256 # keys up to which plain products in bfloat16 beat the fused kernel on a CPU, forward and backward: 8.5 against 25 ms at
             # (32, 3, 128, 64), 18 against 31 at (16, 4, 256, 64), 287 against 135 at (4, 8, 1024, 64); 2 cores of a Zen 4
 BAND = 64   # queries a block of `banded`: below 64 the overhead of a block outweighs what a window saves
@@ -73,13 +62,13 @@ def attend(q: Tensor, k: Tensor, v: Tensor, at: Positions, *, keys: Keys | None 
     """
     how = How(causal, window, sinks, keep, slopes, scale, softcap, sink_logit, dropout, need_weights)
     grad = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
-    name = choose(backend, q.device.type, q.dtype, q.shape[3], how, plain=at.plain and keys is None, grad=grad)
+    name = choose(backend, q.device.type, q.dtype, q.shape[3], how, plain=at.plain and keys is None, grad=grad, past=keys is not None)
     return BACKENDS[name](q, k, v, at, keys or at.keys_new(), how)
 
 
 # choosing
 
-def cannot(name: str, device: str, dtype: torch.dtype, D: int, how: How, plain: bool, grad: bool) -> str:
+def cannot(name: str, device: str, dtype: torch.dtype, D: int, how: How, plain: bool, grad: bool, past: bool = False) -> str:
     """Why a backend cannot do this ('' if it can)."""
     if name == "reference":
         return ""
@@ -97,23 +86,26 @@ def cannot(name: str, device: str, dtype: torch.dtype, D: int, how: How, plain: 
         if device == "cuda" and D < 16:
             return "flex takes heads of 16 channels or more"
         return "flex has no backward on CPU" if device == "cpu" and grad else ""
-    if not HAS_FLASH:
-        return "the flash-attn package is not installed"
     if device != "cuda" or dtype not in (torch.float16, torch.bfloat16):
         return "flash takes half precision on CUDA only"
-    if D > 256 or (how.softcap and how.dropout):
-        return "flash takes heads of up to 256 channels, and no dropout beside a soft-cap"
-    return "" if plain and how.causal and how.keep is None and not how.sinks else "flash takes plain causal rows only"
+    if not how.causal or how.keep is not None or how.sinks or past:
+        return "flash takes causal rows and documents without a past only"
+    if not plain and torch.compiler.is_compiling():
+        return "flash's documents are cut outside of torch.compile only"    # how many there are, the device knows
+    return refuses(version(), D, how.dropout, how.softcap, how.slopes is not None)
 
 
-def choose(backend: str, device: str, dtype: torch.dtype, D: int, how: How, plain: bool = True, grad: bool = True) -> str:
-    """The name of the backend that will run. flex pays in training, where its kernel and block mask serve many steps."""
+def choose(backend: str, device: str, dtype: torch.dtype, D: int, how: How, plain: bool = True, grad: bool = True,
+           past: bool = False) -> str:
+    """The name of the backend that will run. flex pays in training, where its kernel and block mask serve many steps; for plain rows
+    sdpa is what flash-attn 2 is, and 3 and 4 are faster."""
     if backend == "auto":
         masked = how.window or how.keep is not None or how.slopes is not None or how.softcap or not plain
-        order = ["flash", "flex", "sdpa", "reference"] if device == "cuda" and masked and grad else ["sdpa", "reference"]
+        order = ["flash"] * bool(masked or version() > 2) + ["flex"] * bool(masked) if device == "cuda" and grad else []
+        order += ["sdpa", "reference"]
     else:
         order = [backend] + [name for name in ("flex", "sdpa", "reference") if name != backend]
-    reasons = {name: cannot(name, device, dtype, D, how, plain, grad) for name in order}
+    reasons = {name: cannot(name, device, dtype, D, how, plain, grad, past) for name in order}
     name = next(name for name in order if not reasons[name])
     if backend not in ("auto", name) and not torch.compiler.is_compiling():
         say_once(f"attention backend {backend}: {reasons[backend]}; {name} takes its place")
@@ -296,13 +288,7 @@ def compiled_flex() -> Callable:
 
 
 def flash(q: Tensor, k: Tensor, v: Tensor, at: Positions, keys: Keys, how: How) -> Tensor:
-    """The flash-attn package. It counts a window without the query itself: W keys are (W - 1, 0)."""
-    from flash_attn import flash_attn_func
-    q, k, v = (t.transpose(1, 2) for t in (q, k, v))                       # (B, T, H, D)
-    window = (how.window - 1, 0) if how.window else (-1, -1)
-    y = flash_attn_func(q, k, v, dropout_p=how.dropout, softmax_scale=how.scale, causal=True, window_size=window,
-                        softcap=how.softcap, alibi_slopes=None if how.slopes is None else how.slopes.float())
-    return y.transpose(1, 2)
+    return flash_attention(q, k, v, at, window=how.window, slopes=how.slopes, scale=how.scale, softcap=how.softcap, dropout=how.dropout)
 
 
 BACKENDS: dict[str, Callable] = {"reference": reference, "sdpa": sdpa, "flex": flex, "flash": flash}

@@ -1,6 +1,5 @@
 """Attention: every backend against the reference, the reference against torch, and who sees whom."""
 
-import sys
 import types
 
 import pytest
@@ -10,6 +9,7 @@ from conftest import tokens  # noqa: F401
 
 from ops import attend as module
 from ops.attend import How, attend, choose
+from ops.flash import refuses
 from ops.positions import Keys, Positions, visible
 
 CPU = torch.device("cpu")
@@ -157,46 +157,81 @@ def test_what_a_backend_cannot_do_falls_to_the_next_with_one_line(capsys):
         attend(q, k, v, Positions(2, 16, CPU), backend="flash", softcap=1.0)
     lines = capsys.readouterr().err.splitlines()
     assert lines == ["attention backend flex: flex has no backward on CPU; sdpa takes its place",
-                     "attention backend flash: the flash-attn package is not installed; reference takes its place"]
+                     "attention backend flash: flash takes half precision on CUDA only; reference takes its place"]
 
 
 @pytest.mark.parametrize("device, how, plain, dtype, want", [
     ("cuda", How(), True, torch.bfloat16, "sdpa"), ("cuda", How(window=8), True, torch.bfloat16, "flash"), ("cuda", How(window=8), True, torch.float32, "flex"),
-    ("cuda", How(), False, torch.bfloat16, "flex"), ("cuda", How(softcap=1.0), True, torch.bfloat16, "flash"), ("cuda", How(dropout=0.1), False, torch.bfloat16, "sdpa"),
+    ("cuda", How(), False, torch.bfloat16, "flash"), ("cuda", How(softcap=1.0), True, torch.bfloat16, "flash"), ("cuda", How(dropout=0.1), False, torch.bfloat16, "flash"),
+    ("cuda", How(keep=lambda q, k, h: k >= 0), False, torch.bfloat16, "flex"), ("cuda", How(window=8, sinks=2, dropout=0.1), True, torch.bfloat16, "sdpa"),
     ("cpu", How(window=8), True, torch.float32, "sdpa"), ("cpu", How(softcap=1.0), True, torch.float32, "reference"), ("mps", How(), False, torch.float32, "sdpa"),
     ("cuda", How(need_weights=True), True, torch.bfloat16, "reference"), ("cuda", How(softcap=1.0, dropout=0.1), True, torch.bfloat16, "reference"),
     ("cuda", How(slopes=torch.ones(1)), True, torch.float32, "flex"),
 ])
 def test_auto_takes_what_fits(monkeypatch, device, how, plain, dtype, want):
-    monkeypatch.setattr(module, "HAS_FLASH", True)
+    monkeypatch.setattr(module, "version", lambda: 2)
     assert choose("auto", device, dtype, 64, how, plain) == want
 
 
 def test_auto_stays_clear_of_kernels_limits(monkeypatch):
-    monkeypatch.setattr(module, "HAS_FLASH", True)
-    assert choose("auto", "cuda", torch.bfloat16, 8, How(window=4), plain=False) == "sdpa"
+    assert choose("auto", "cuda", torch.bfloat16, 64, How(window=4)) == "flex"                  # no package
+    monkeypatch.setattr(module, "version", lambda: 3)
+    assert choose("auto", "cuda", torch.bfloat16, 64, How()) == "flash"
+    assert choose("auto", "cuda", torch.bfloat16, 64, How(window=4, dropout=0.1)) == "sdpa"
+    assert choose("auto", "cuda", torch.bfloat16, 64, How(slopes=torch.ones(1))) == "flex"
+    monkeypatch.setattr(module, "version", lambda: 4)
+    assert choose("auto", "cuda", torch.bfloat16, 192, How(window=4)) == "flex"
+    monkeypatch.setattr(module, "version", lambda: 2)
+    assert choose("auto", "cuda", torch.bfloat16, 64, How(), plain=False, past=True) == "flex"
+    assert choose("auto", "cuda", torch.bfloat16, 8, How(window=4), plain=False) == "flash"
+    assert choose("auto", "cuda", torch.bfloat16, 12, How(window=4), plain=False) == "sdpa"
     assert choose("auto", "cuda", torch.bfloat16, 512, How(window=4)) == "flex"
     assert choose("auto", "cuda", torch.bfloat16, 64, How(window=4), grad=False) == "sdpa"
 
 
-@pytest.mark.parametrize("how", [{}, dict(window=5), dict(softcap=2.0), dict(slopes=CASES["alibi"]["slopes"]), dict(scale=0.3)])
-def test_flash_is_called_with_its_own_conventions(monkeypatch, how):
-    """A stand-in with flash-attn's documented interface: (B, T, H, D), a window without the query itself, alibi in float32."""
-    def flash_attn_func(q, k, v, dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes):
-        q, k, v = (t.transpose(1, 2) for t in (q, k, v))
-        T, n = q.shape[2], q.shape[1] // k.shape[1]
-        k, v = k.repeat_interleave(n, 1), v.repeat_interleave(n, 1)
+def stand_in(version: int) -> types.SimpleNamespace:
+    """The documented interface of a flash-attn package, computed plainly: (B, T, H, D), or all tokens in one row with the ends of
+    its sequences; a window without the query itself; 2 alone has dropout and ALiBi, 4 gives the log-sum-exp too."""
+    def one(q, k, v, softmax_scale, causal, softcap, window_size=(-1, -1), dropout_p=0.0, alibi_slopes=None):      # (T, H, D)
+        q, k, v = (t.transpose(0, 1) for t in (q, k, v))
+        T, n = q.shape[1], q.shape[0] // k.shape[0]
+        k, v = k.repeat_interleave(n, 0), v.repeat_interleave(n, 0)
         i, j = torch.arange(T)[:, None], torch.arange(T)
         s = q @ k.mT * (softmax_scale or q.shape[-1] ** -0.5)
         s = softcap * (s / softcap).tanh() if softcap else s
         s = s if alibi_slopes is None else s - alibi_slopes[:, None, None] * (i - j).abs()
         see = (j <= i) & ((j >= i - window_size[0]) if window_size[0] >= 0 else True)
         assert causal and window_size[1] in (0, -1) and dropout_p == 0
-        return (s.masked_fill(~see, -torch.inf).softmax(-1) @ v).transpose(1, 2)
+        return (s.masked_fill(~see, -torch.inf).softmax(-1) @ v).transpose(0, 1)
 
-    monkeypatch.setitem(sys.modules, "flash_attn", types.SimpleNamespace(flash_attn_func=flash_attn_func))
+    def given(y, options):
+        assert version == 2 or not {"dropout_p", "alibi_slopes"} & set(options)
+        return (y, None) if version == 4 else y
+
+    def flash_attn_func(q, k, v, **options):
+        return given(torch.stack([one(*row, **options) for row in zip(q, k, v)]), options)
+
+    def flash_attn_varlen_func(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, **options):
+        assert cu_seqlens_q.dtype == torch.int32 and torch.equal(cu_seqlens_q, cu_seqlens_k)
+        ends = cu_seqlens_q.tolist()
+        assert ends[0] == 0 and ends[-1] == len(q) and max(b - a for a, b in zip(ends, ends[1:])) == max_seqlen_q == max_seqlen_k
+        return given(torch.cat([one(q[a:b], k[a:b], v[a:b], **options) for a, b in zip(ends, ends[1:])]), options)
+
+    return types.SimpleNamespace(flash_attn_func=flash_attn_func, flash_attn_varlen_func=flash_attn_varlen_func)
+
+
+@pytest.mark.parametrize("pos", [None, PACKED], ids=["plain", "packed"])
+@pytest.mark.parametrize("version", [2, 3, 4])
+@pytest.mark.parametrize("how", [{}, dict(window=5), dict(softcap=2.0), dict(slopes=CASES["alibi"]["slopes"]), dict(scale=0.3)])
+def test_flash_is_called_with_its_own_conventions(monkeypatch, how, version, pos):
+    if "slopes" in how and version > 2:
+        assert refuses(version, 8, 0.0, 0.0, True)
+        return
+    monkeypatch.setattr("ops.flash.INSTALLED", {version: stand_in(version)})
+    monkeypatch.setattr("ops.flash.version", lambda: version)
     q, k, v = qkv(G=2)
-    at = Positions(2, 16, CPU)
+    v = v[..., :5]
+    at = Positions(2, 16, CPU, pos)
     got = module.flash(q, k, v, at, at.keys_new(), How(**how))
     torch.testing.assert_close(got, attend(q, k, v, at, backend="reference", **how), rtol=1e-5, atol=2e-6)
 
