@@ -80,7 +80,7 @@ class Attention(Mixer):
         self.theta, self.rotary = options.theta or cfg.rope_theta, options.rotary or self.D
         if options.sinks and not self.window:
             raise ValueError(f"layers: attention(sinks={options.sinks}) needs a window; without one every token is visible anyway")
-        if self.rope and options.rotary and (self.rotary % 2 or self.rotary > self.D):
+        if options.rotary and (self.rotary % 2 or self.rotary > self.D):
             raise ValueError(f"layers: rotary={self.rotary} must be even, and at most head_dim={self.D}")
         if self.rope and self.rotary % 2:
             raise ValueError(f"layers: attention(rope=True) turns pairs of channels, and head_dim={self.D} is odd")
@@ -166,5 +166,6 @@ class Attention(Mixer):
     def backend(self, device: str, dtype: torch.dtype, training: bool) -> str:
         slopes = torch.ones(self.H) if self.cfg.position == "alibi" else None
         dropout = self.cfg.attn_dropout if training else 0.0
-        how = How(window=self.window, sinks=self.sinks, slopes=slopes, softcap=self.cfg.attn_softcap, sink_logit=self.sink_logit, dropout=dropout)
+        how = How(window=self.window, sinks=self.sinks, slopes=slopes, softcap=self.cfg.attn_softcap, sink_logit=self.sink_logit,
+                  dropout=dropout)
         return choose(self.cfg.attention_backend, device, dtype, self.D, how, grad=training)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 import torch
 import torch.nn.functional as F
@@ -63,7 +63,8 @@ class NSA(Attention):
     Options = NSAOptions  # type: ignore[assignment]
 
     def __init__(self, cfg: GPTConfig, options: NSAOptions):
-        super().__init__(cfg, AttentionOptions(window=options.window, sinks=0, rope=options.rope, theta=options.theta, rotary=options.rotary))
+        told = {f.name: getattr(options, f.name) for f in fields(RotaryOptions)}
+        super().__init__(cfg, AttentionOptions(window=options.window, sinks=0, **told))
         if cfg.position == "alibi" or cfg.attn_softcap or cfg.attn_dropout:
             raise ValueError("layers: nsa has no ALiBi, attn_softcap or attn_dropout; leave them off")
         self.sizes = Sizes(options.compress, options.stride, options.select, options.blocks)

@@ -281,7 +281,7 @@ def test_wrong_options_are_one_line(fields, message):
 @pytest.mark.slow
 @pytest.mark.parametrize("pos", [None, PACKED], ids=["plain", "packed"])
 def test_compiled_by_inductor_it_has_the_gradients_of_eager(pos):
-    model, x = tiny(layers="forgetting(sink_logit=True, gate=True) forgetting(window=9)", n_kv_head=2), tokens(3, 50)
+    model, x = tiny(layers="forgetting(sink_logit=True, gate=True, window=9)", n_kv_head=2, n_layer=1), tokens(3, 50)
     torch._dynamo.reset()
     results = []
     for run in (model, torch.compile(model, fullgraph=True)):
