@@ -7,7 +7,10 @@ from conftest import fed, tiny, tokens
 
 from config import GPTConfig
 from mixers.attention import Attention, AttentionOptions
+from mixers.sparse import parse
+from ops.attend import How, attend
 from ops.positions import Positions
+from ops.sparse import gathered
 
 CPU = torch.device("cpu")
 PACKED = torch.tensor([[*range(20), *range(30)], [-1] * 4 + [*range(46)], [*range(41)] + [-1] * 9])
@@ -123,6 +126,27 @@ def test_the_models_settings_hold(word, fields):
     if not fields.get("rope_layout"):
         with torch.no_grad():
             torch.testing.assert_close(tiny(layers=word, attention_backend="flex", **fields)(x), slow(x), rtol=1e-5, atol=2e-5)
+
+
+def test_layers_with_and_without_a_sink_do_not_share_masks():
+    x = tokens(3, 50)
+    for layers in ("attention(sink_logit=True) attention", "attention(window=9) attention(window=9, sink_logit=True)"):
+        slow, model = (tiny(layers=layers, attention_backend=backend) for backend in ("reference", "sdpa"))
+        torch.testing.assert_close(model(x, pos=PACKED), slow(x, pos=PACKED), **close)
+
+
+@pytest.mark.parametrize("great", [0.0, 100.0])
+@pytest.mark.parametrize("text", ["local(6) | strided(7)", "fixed(8)", "local(6) / first(3)"])
+def test_gathered_keys_have_the_sink_too(text, great):
+    g, results = torch.Generator().manual_seed(0), []
+    q, k, v = (torch.randn(2, h, 70, 8, generator=g).requires_grad_() for h in (4, 2, 2))
+    b = (torch.tensor([0.0, 1.0, -1.0, 2.0]) + torch.tensor([great, 0, 0, -great])).requires_grad_()
+    for fast in (False, True):
+        at, pattern = Positions(2, 70, CPU), parse(text)
+        y = gathered(q, k, v, at, pattern, How(sink_logit=b)) if fast else attend(q, k, v, at, backend="reference", keep=pattern, sink_logit=b)
+        results.append((y, *torch.autograd.grad(y.sin().sum(), (q, k, v, b))))
+    for want, got in zip(*results):
+        torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
 
 
 def test_a_gate_begins_at_a_half_and_a_sink_at_nothing_but_one_key():
