@@ -1,9 +1,11 @@
 """Multi-head attention (Vaswani et al. 2017, arXiv 1706.03762) with shared key/value heads (GQA, Ainslie et al. 2023,
-arXiv 2305.13245; one of them is MQA), a window and attention sinks (Xiao et al. 2023, arXiv 2309.17453)."""
+arXiv 2305.13245; one of them is MQA), a window and attention sinks (Xiao et al. 2023, arXiv 2309.17453), learned sinks (gpt-oss,
+arXiv 2508.10925), an output gate (Qiu et al. 2025, arXiv 2505.06708; Qwen3-Next), and a rotation of a part of each head."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -17,22 +19,54 @@ from ops.positions import Keys, Positions
 from ops.rope import alibi_slopes, rope_table, rotate
 
 
-@dataclass
-class AttentionOptions:
-    """None: as the model's field of that name says."""
+@dataclass(kw_only=True)
+class RotaryOptions:
+    """How a word tells order; shared by all whose mixers are attention of some kind."""
 
-    window: int | None = None
-    sinks: int | None = None
     rope: bool | None = None
+    """whether queries and keys are rotated (None: where the model's position is rope)"""
+    theta: float | None = None
+    """base of the frequencies, e.g. 1e4 in local and 1e6 in global layers (Gemma 3; None: the model's rope_theta)"""
+    rotary: int | None = None
+    """channels of a head that are rotated, the first ones, an even number (Qwen3-Next has 64 of 256; None: all)"""
 
     def __post_init__(self) -> None:
         check_fields(self)
+        check_range(self, "theta", above=0)
+        check_range(self, "rotary", above=0)
+
+
+@dataclass(kw_only=True)
+class HeadOptions(RotaryOptions):
+    """And what it does with its weights and outputs."""
+
+    sink_logit: bool = False
+    """a learned score for each head that takes weight and gives nothing: a head may attend to nothing at all (gpt-oss). It starts
+    at 0, as if there were one key more, orthogonal to every query"""
+    gate: bool = False
+    """each channel of each head's output times a sigmoid of x (Qwen3-Next)"""
+
+
+@dataclass(kw_only=True)
+class AttentionOptions(HeadOptions):
+    """window, sinks: None is as the model's field of that name says."""
+
+    window: int | None = None
+    """keys that a query sees, itself included (0: all)"""
+    sinks: int | None = None
+    """first tokens of the document that stay visible outside the window"""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
         check_range(self, "window", least=0)
         check_range(self, "sinks", least=0)
 
 
 class Attention(Mixer):
-    """Its state is the keys and values of the positions that can still be seen: all, or a ring of `window` after the sinks."""
+    """Its state is the keys and values of the positions that can still be seen: all, or a ring of `window` after the sinks.
+
+    A word like it overrides `beside` and `attend_keys` (see mixers/forgetting.py), or `attend_keys` alone (mixers/sparse.py).
+    """
 
     Options = AttentionOptions
 
@@ -43,55 +77,77 @@ class Attention(Mixer):
         self.window = cfg.window if options.window is None else options.window
         self.sinks = (cfg.sinks if options.sinks is None else options.sinks) if self.window else 0
         self.rope = cfg.position == "rope" if options.rope is None else options.rope
+        self.theta, self.rotary = options.theta or cfg.rope_theta, options.rotary or self.D
         if options.sinks and not self.window:
             raise ValueError(f"layers: attention(sinks={options.sinks}) needs a window; without one every token is visible anyway")
-        if self.rope and self.D % 2:
+        if options.rotary and (self.rotary % 2 or self.rotary > self.D):
+            raise ValueError(f"layers: rotary={self.rotary} must be even, and at most head_dim={self.D}")
+        if self.rope and self.rotary % 2:
             raise ValueError(f"layers: attention(rope=True) turns pairs of channels, and head_dim={self.D} is odd")
-        self.qkv = nn.Linear(cfg.n_embd, (self.H + 2 * self.G) * self.D, bias=cfg.bias)   # rows: all q, all k, all v
-        self.qkv.parts = [self.H * self.D, self.G * self.D, self.G * self.D]   # type: ignore[assignment] # three matrices to Muon
+        self.heads = [self.H, self.G, self.G] + [self.H] * options.gate                    # rows: all q, all k, all v, all gates
+        self.qkv = nn.Linear(cfg.n_embd, sum(self.heads) * self.D, bias=cfg.bias)
+        self.qkv.parts = [n * self.D for n in self.heads]   # type: ignore[assignment] # as many matrices to Muon
         self.out = nn.Linear(self.H * self.D, cfg.n_embd, bias=cfg.bias)
+        self.sink_logit = nn.Parameter(torch.zeros(self.H)) if options.sink_logit else None
         if cfg.qk_norm:
             self.q_norm, self.k_norm = nn.RMSNorm(self.D, eps=cfg.norm_eps), nn.RMSNorm(self.D, eps=cfg.norm_eps)
 
     def forward(self, x: Tensor, at: Positions, state: dict[str, Tensor] | None = None) -> Tensor:
         B, T, _ = x.shape
-        q, k, v = self.qkv(x).view(B, T, -1, self.D).transpose(1, 2).split([self.H, self.G, self.G], 1)   # (B, H or G, T, D)
+        q, k, v, *gate = self.qkv(x).view(B, T, -1, self.D).transpose(1, 2).split(self.heads, 1)          # (B, H or G, T, D)
         if self.cfg.qk_norm:       # in float32, which the rotation takes anyway
             q, k = (F.rms_norm(t.float(), (self.D,), norm.weight.float(), norm.eps) for t, norm in ((q, self.q_norm), (k, self.k_norm)))
-        if self.rope:
-            pos = at.pos[:1] if at.plain else at.pos     # plain rows are alike
-            cos, sin = at.once(("rope", self.D), lambda: rope_table(pos, self.D, self.cfg.rope_theta))
-            q, k = rotate(q, cos, sin, self.cfg.rope_layout), rotate(k, cos, sin, self.cfg.rope_layout)
-        q, k = q.type_as(v), k.type_as(v)
-        y = self.attend_keys(q, k, v, at) if state is None else self.attend_past(q, k, v, at, state["k"], state["v"])
+        q, k = (t.type_as(v) for t in self.rotated(at, q, k))
+        new = k, v, *self.beside(x)
+        y = self.attend_keys(q, *new, at=at) if state is None else self.attend_past(q, new, at, tuple(state.values()))
+        if gate:
+            y = y * gate[0].sigmoid()
         return self.out(y.transpose(1, 2).reshape(B, T, self.H * self.D))
 
-    def attend_keys(self, q: Tensor, k: Tensor, v: Tensor, at: Positions, keys: Keys | None = None) -> Tensor:
-        slopes = at.once("slopes", lambda: torch.tensor(alibi_slopes(self.H), device=q.device)) if self.cfg.position == "alibi" else None
-        return attend(q, k, v, at, keys=keys, backend=self.cfg.attention_backend, window=self.window, sinks=self.sinks,
-                      slopes=slopes, softcap=self.cfg.attn_softcap, dropout=self.cfg.attn_dropout if self.training else 0.0)
+    def rotated(self, at: Positions, *tensors: Tensor) -> tuple[Tensor, ...]:
+        """Each (B, heads, T, D) with its first `rotary` channels turned."""
+        if not self.rope:
+            return tensors
+        pos = at.pos[:1] if at.plain else at.pos         # plain rows are alike
+        cos, sin = at.once(("rope", self.rotary, self.theta), lambda: rope_table(pos, self.rotary, self.theta))
+        turned = [rotate(t[..., :self.rotary], cos, sin, self.cfg.rope_layout) for t in tensors]
+        return tuple(t if self.rotary == self.D else torch.cat([t, whole[..., self.rotary:]], -1) for t, whole in zip(turned, tensors))
 
-    def attend_past(self, q: Tensor, k: Tensor, v: Tensor, at: Positions, K: Tensor, V: Tensor) -> Tensor:
-        """K and V (B, G, sinks + ring + 1, D) are the state's; the last slot takes what need not be kept."""
+    def beside(self, x: Tensor) -> tuple[Tensor, ...]:
+        """What a key has beside k and v, each (B, heads, T, D): the state keeps it, and attend_keys gets it behind v."""
+        return ()
+
+    def asked(self, q: Tensor, at: Positions) -> dict[str, Any]:
+        """What attend and its like are asked for beside the pattern."""
+        slopes = at.once("slopes", lambda: torch.tensor(alibi_slopes(self.H), device=q.device)) if self.cfg.position == "alibi" else None
+        return dict(backend=self.cfg.attention_backend, slopes=slopes, softcap=self.cfg.attn_softcap, sink_logit=self.sink_logit,
+                    dropout=self.cfg.attn_dropout if self.training else 0.0)
+
+    def attend_keys(self, q: Tensor, k: Tensor, v: Tensor, *, at: Positions, keys: Keys | None = None) -> Tensor:
+        return attend(q, k, v, at, keys=keys, window=self.window, sinks=self.sinks, **self.asked(q, at))
+
+    def attend_past(self, q: Tensor, new: tuple[Tensor, ...], at: Positions, past: tuple[Tensor, ...]) -> Tensor:
+        """new: k, v and what stands beside them; past (B, G, sinks + ring + 1, D): the state's of each, whose last slot takes what need
+        not be kept."""
         T, sinks = q.shape[2], self.sinks
-        ring = K.shape[2] - 1 - sinks
-        slot = at.once(("slot", ring, sinks), lambda: at.slot(ring, sinks))[:, None, :, None].expand_as(k)
+        ring = past[0].shape[2] - 1 - sinks
+        slot = at.once(("slot", ring, sinks), lambda: at.slot(ring, sinks))[:, None, :, None]
 
         def write() -> None:
-            K.scatter_(2, slot, k.to(K.dtype))
-            V.scatter_(2, slot, v.to(V.dtype))
+            for old, t in zip(past, new):
+                old.scatter_(2, slot.expand_as(t), t.to(old.dtype))
 
         if T == 1 or not (self.window or at.given or at.plain):    # what these tokens overwrite, none of them sees: no copy
             write()
             keys = at.keys_after(ring, sinks)
             n = keys.pos.shape[1]
-            return self.attend_keys(q, K[:, :, :n].type_as(q), V[:, :, :n].type_as(q), at, keys)
+            return self.attend_keys(q, *(old[:, :, :n].type_as(t) for old, t in zip(past, new)), at=at, keys=keys)
         if at.plain:
-            y = self.attend_keys(q, k, v, at)
+            y = self.attend_keys(q, *new, at=at)
         else:
             keys = at.keys_before(ring, sinks)
             n = keys.pos.shape[1] - T
-            y = self.attend_keys(q, torch.cat([K[:, :, :n].type_as(k), k], 2), torch.cat([V[:, :, :n].type_as(v), v], 2), at, keys)
+            y = self.attend_keys(q, *(torch.cat([old[:, :, :n].type_as(t), t], 2) for old, t in zip(past, new)), at=at, keys=keys)
         write()
         return y
 
@@ -110,5 +166,6 @@ class Attention(Mixer):
     def backend(self, device: str, dtype: torch.dtype, training: bool) -> str:
         slopes = torch.ones(self.H) if self.cfg.position == "alibi" else None
         dropout = self.cfg.attn_dropout if training else 0.0
-        how = How(window=self.window, sinks=self.sinks, slopes=slopes, softcap=self.cfg.attn_softcap, dropout=dropout)
+        how = How(window=self.window, sinks=self.sinks, slopes=slopes, softcap=self.cfg.attn_softcap, sink_logit=self.sink_logit,
+                  dropout=dropout)
         return choose(self.cfg.attention_backend, device, dtype, self.D, how, grad=training)

@@ -107,7 +107,7 @@ class MLA(Mixer):
         c, k_rot = self.kv_down(x).split([self.rank, self.rot], -1)
         if self.rope:
             pos = at.pos[:1] if at.plain else at.pos     # plain rows are alike
-            cos, sin = at.once(("rope", self.rot), lambda: rope_table(pos, self.rot, self.cfg.rope_theta))
+            cos, sin = at.once(("rope", self.rot, self.cfg.rope_theta), lambda: rope_table(pos, self.rot, self.cfg.rope_theta))
             q_rot = rotate(q_rot, cos, sin, self.cfg.rope_layout)
             k_rot = rotate(k_rot[:, None], cos, sin, self.cfg.rope_layout)[:, 0]
         return torch.cat([q, q_rot], -1), torch.cat([normed(c, self.kv_norm), k_rot], -1)

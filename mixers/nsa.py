@@ -2,22 +2,21 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from config import GPTConfig
-from config.check import check_fields, check_range
-from mixers.attention import Attention, AttentionOptions
+from config.check import check_range
+from mixers.attention import Attention, AttentionOptions, RotaryOptions
 from ops.nsa import Sizes, compressed, exact, selected
 from ops.positions import Positions
-from ops.rope import rope_table, rotate
 
 
-@dataclass
-class NSAOptions:
+@dataclass(kw_only=True)
+class NSAOptions(RotaryOptions):
     compress: int = 32
     """positions that a compressed row stands for"""
     stride: int = 16
@@ -30,7 +29,7 @@ class NSAOptions:
     """last keys that a query sees in any case, itself included"""
 
     def __post_init__(self) -> None:
-        check_fields(self)
+        super().__post_init__()
         for name in ("compress", "stride", "select", "window"):
             check_range(self, name, least=1)
         check_range(self, "blocks", least=3)
@@ -64,7 +63,8 @@ class NSA(Attention):
     Options = NSAOptions  # type: ignore[assignment]
 
     def __init__(self, cfg: GPTConfig, options: NSAOptions):
-        super().__init__(cfg, AttentionOptions(window=options.window, sinks=0))
+        told = {f.name: getattr(options, f.name) for f in fields(RotaryOptions)}
+        super().__init__(cfg, AttentionOptions(window=options.window, sinks=0, **told))
         if cfg.position == "alibi" or cfg.attn_softcap or cfg.attn_dropout:
             raise ValueError("layers: nsa has no ALiBi, attn_softcap or attn_dropout; leave them off")
         self.sizes = Sizes(options.compress, options.stride, options.select, options.blocks)
@@ -83,19 +83,15 @@ class NSA(Attention):
         block_k, block_v = kv.view(B, T, 2, self.G, self.D).transpose(1, 3).unbind(2)                     # (B, G, T, D)
         if self.cfg.qk_norm:
             q, k, block_k = rms(q, self.q_norm), rms(k, self.k_norm), rms(block_k, self.block_norm)
-        turned = q
-        if self.rope:
-            pos = at.pos[:1] if at.plain else at.pos     # plain rows are alike
-            cos, sin = at.once(("rope", self.D), lambda: rope_table(pos, self.D, self.cfg.rope_theta))
-            turned, k, block_k = (rotate(t, cos, sin, self.cfg.rope_layout) for t in (q, k, block_k))
+        turned, k, block_k = self.rotated(at, q, k, block_k)
         q, turned, k, block_k = (t.type_as(v) for t in (q, turned, k, block_k))
 
         row_k, row_v, first = self.rows(raw, at, state)
         by_rows, blocks = compressed(q, row_k, row_v, at.pos, first, self.sizes, at.past)
         block_k, block_v, start = self.blocks(block_k, block_v, at, state)
         by_blocks = selected(turned, block_k, block_v, blocks, at.pos, start, self.sizes.select)
-        by_window = self.attend_keys(turned, k, v, at) if state is None else \
-            self.attend_past(turned, k, v, at, state["window_k"], state["window_v"])
+        by_window = self.attend_keys(turned, k, v, at=at) if state is None else \
+            self.attend_past(turned, (k, v), at, (state["window_k"], state["window_v"]))
         gate = exact(self.gate(x)).sigmoid().view(B, T, 3, self.H, 1).permute(2, 0, 3, 1, 4)             # (3, B, H, T, 1)
         y = gate[0] * by_rows + gate[1] * by_blocks + gate[2] * by_window
         return self.out(y.type_as(v).transpose(1, 2).reshape(B, T, self.H * self.D))

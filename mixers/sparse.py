@@ -8,19 +8,18 @@ import ast
 import inspect
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 import torch
 from torch import Tensor
 
 from config import GPTConfig
-from config.check import check_fields, nearest
-from mixers.attention import Attention, AttentionOptions
+from config.check import nearest
+from mixers.attention import Attention, AttentionOptions, HeadOptions
 from ops import patterns
 from ops.attend import How, choose
 from ops.patterns import Alternate, Pattern
 from ops.positions import Keys, Positions
-from ops.rope import alibi_slopes
 from ops.sparse import sparse
 
 PATTERNS: dict[str, Callable[..., Pattern]] = {
@@ -70,18 +69,16 @@ def signature_of(signature: inspect.Signature) -> str:
     return "(" + ", ".join(n if p.default is p.empty else f"{n}={p.default}" for n, p in signature.parameters.items()) + ")"
 
 
-@dataclass
-class SparseOptions:
+@dataclass(kw_only=True)
+class SparseOptions(HeadOptions):
     pattern: str = "local(32) | strided(32)"
     """who sees whom; every query sees earlier keys only, of its own document. Put together with | (either), & (both), brackets, and
     outermost / (heads take turns) from full(), local(window), first(count), strided(stride), columns(size, summary=1), chunk(size),
     fixed(size, summary=1), local_blocks(count, size=64), random_blocks(count, size=64, seed=0): ops/patterns.py. The default is
     strided attention for a context of 1024 = 32 squared"""
-    rope: bool | None = None
-    """RoPE (None: as the model's `position` says)"""
 
     def __post_init__(self) -> None:
-        check_fields(self)
+        super().__post_init__()
         parse(self.pattern)
 
 
@@ -95,16 +92,15 @@ class Sparse(Attention):
         pattern = parse(options.pattern)
         first, window = pattern.bound()
         bounded = window < math.inf
-        super().__init__(cfg, AttentionOptions(int(window) if bounded else 0, int(first) if bounded else 0, options.rope))
+        heads = {f.name: getattr(options, f.name) for f in fields(HeadOptions)}
+        super().__init__(cfg, AttentionOptions(window=int(window) if bounded else 0, sinks=int(first) if bounded else 0, **heads))
         self.pattern = pattern
         kinds = len(pattern.kinds) if isinstance(pattern, Alternate) else 1
         if self.H % kinds:
             raise ValueError(f"layers: sparse: n_head={self.H} heads cannot take turns at {kinds} patterns: no multiple")
 
-    def attend_keys(self, q: Tensor, k: Tensor, v: Tensor, at: Positions, keys: Keys | None = None) -> Tensor:
-        slopes = at.once("slopes", lambda: torch.tensor(alibi_slopes(self.H), device=q.device)) if self.cfg.position == "alibi" else None
-        return sparse(q, k, v, at, self.pattern, keys=keys, backend=self.cfg.attention_backend, slopes=slopes,
-                      softcap=self.cfg.attn_softcap, dropout=self.cfg.attn_dropout if self.training else 0.0)
+    def attend_keys(self, q: Tensor, k: Tensor, v: Tensor, *, at: Positions, keys: Keys | None = None) -> Tensor:
+        return sparse(q, k, v, at, self.pattern, keys=keys, **self.asked(q, at))
 
     def flops(self, T: int) -> float:
         """As attention's: the keys that the last of T queries sees are what every query counts, on the mean of the heads."""
@@ -113,6 +109,7 @@ class Sparse(Attention):
         return 4 * self.D * float(seen.expand(self.H, T).sum())
 
     def backend(self, device: str, dtype: torch.dtype, training: bool) -> str:
-        how = How(keep=self.pattern, softcap=self.cfg.attn_softcap, dropout=self.cfg.attn_dropout if training else 0.0)
+        dropout = self.cfg.attn_dropout if training else 0.0
+        how = How(keep=self.pattern, softcap=self.cfg.attn_softcap, sink_logit=self.sink_logit, dropout=dropout)
         name = choose(self.cfg.attention_backend, device, dtype, self.D, how, grad=training)
         return name if name == "flex" or self.cfg.attention_backend == "reference" else "gathered"

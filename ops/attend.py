@@ -7,11 +7,12 @@ any mask in blocks on CUDA), flash (the flash-attn package). "auto" takes the fa
 
 from __future__ import annotations
 
+import math
 import sys
 import warnings
 from collections.abc import Callable
-from dataclasses import dataclass
-from functools import cache
+from dataclasses import dataclass, replace
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -48,7 +49,7 @@ class How:
 
     def mask_key(self) -> tuple:
         """Equal for what has the same masks; a `keep` that is a tensor belongs to one layer, whose masks are not remembered."""
-        return self.window, self.sinks, self.causal, self.keep if callable(self.keep) else None
+        return self.window, self.sinks, self.causal, self.keep if callable(self.keep) else None, self.sink_logit is not None
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, at: Positions, *, keys: Keys | None = None, backend: str = "auto", causal: bool = True,
@@ -74,8 +75,6 @@ def cannot(name: str, device: str, dtype: torch.dtype, D: int, how: How, plain: 
         return ""
     if how.need_weights:
         return "no fused kernel returns the weights"
-    if how.sink_logit is not None:
-        return f"{name} has no sink logit"
     if name == "sdpa":
         return "sdpa has no soft-cap" if how.softcap else ""
     if name == "flex":
@@ -88,6 +87,8 @@ def cannot(name: str, device: str, dtype: torch.dtype, D: int, how: How, plain: 
         return "flex has no backward on CPU" if device == "cpu" and grad else ""
     if device != "cuda" or dtype not in (torch.float16, torch.bfloat16):
         return "flash takes half precision on CUDA only"
+    if how.sink_logit is not None:
+        return "flash has no sink logit"
     if not how.causal or how.keep is not None or how.sinks or past:
         return "flash takes causal rows and documents without a past only"
     if not plain and torch.compiler.is_compiling():
@@ -140,6 +141,35 @@ def spread(k: Tensor, H: int) -> Tensor:
     return k if k.shape[1] == H else k.repeat_interleave(H // k.shape[1], 1)
 
 
+def parts(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """x (...) as a sum of numbers of that dtype: (..., P), each the rounding of what those before it leave; 32 bits of x or more."""
+    digits, rest = 2 - math.frexp(torch.finfo(dtype).eps)[1], x.detach()      # 8 in bfloat16
+    out = [x.to(dtype)]                                                # which has the gradient alone
+    while len(out) * digits < 32:
+        rest = rest - out[-1].detach().to(x.dtype)
+        out.append(rest.to(dtype))
+    return torch.stack(out, -1)
+
+
+def with_sink(q: Tensor, k: Tensor, v: Tensor, how: How, is_causal: bool) -> tuple[Tensor, Tensor, Tensor, How]:
+    """The sink logit as one key more, in front of the others, of value 0. Its scores are told by 8 channels more of q and k, so that
+    no head needs a bias of its own and its gradient is a product's. is_causal: one query more too, which only the new key sees."""
+    if how.sink_logit is None:
+        return q, k, v, how
+    scale = q.shape[-1] ** -0.5 if how.scale is None else how.scale
+    logit = parts(how.sink_logit.float() / scale, q.dtype)                                     # (H, P)
+    P = logit.shape[1]
+    q = torch.cat([q, F.pad(logit, (0, 8 - P))[:, None].expand(*q.shape[:3], 8)], -1)
+    key = F.pad(k.new_ones(P), (k.shape[-1], 8 - P)).expand(*k.shape[:2], 1, -1)
+    k, v = torch.cat([key, F.pad(k, (0, 8))], 2), F.pad(v, (0, 0, 1, 0))
+    return F.pad(q, (0, 0, int(is_causal), 0)), k, v, replace(how, sink_logit=None, scale=scale)
+
+
+def as_wide(v: Tensor, D: int) -> Tensor:
+    """Values as wide as keys: others a CPU's fused kernel and flash refuse, and what torch runs then holds all T x S scores."""
+    return F.pad(v, (0, D - v.shape[-1])) if v.shape[-1] < D else v
+
+
 # the backends
 
 def reference(q: Tensor, k: Tensor, v: Tensor, at: Positions, keys: Keys, how: How):
@@ -170,36 +200,40 @@ def sdpa(q: Tensor, k: Tensor, v: Tensor, at: Positions, keys: Keys, how: How) -
 
     def make() -> tuple[Tensor, Tensor]:
         bias = None if how.slopes is None else distance_bias(at.pos, keys.pos, how.slopes)
-        return opened(see(at, keys, how, q.shape[1]), bias, q.dtype)
+        return opened(see(at, keys, how, q.shape[1]), bias, q.dtype, how.sink_logit is not None)
 
     mask, empty = make() if isinstance(how.keep, Tensor) else at.once(("mask", keys.name, *how.mask_key(), q.dtype), make)
     return fused(q, k, v, mask, how).masked_fill(empty, 0)
 
 
 def fused(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, how: How, is_causal: bool = False) -> Tensor:
+    T, V = q.shape[2], v.shape[-1]
+    q, k, v, how = with_sink(q, k, v, how, is_causal)
     gqa = q.shape[1] != k.shape[1]
     if gqa and q.device.type != "cpu" and (mask is not None or q.dtype == torch.float32 or q.device.type == "mps"):
         k, v, gqa = spread(k, q.shape[1]), spread(v, q.shape[1]), False    # CUDA's masked and float32 kernels take equal heads only
-    return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, dropout_p=how.dropout, is_causal=is_causal, scale=how.scale,
-                                          enable_gqa=gqa)
+    return F.scaled_dot_product_attention(q, k, as_wide(v, k.shape[-1]), attn_mask=mask, dropout_p=how.dropout, is_causal=is_causal,
+                                          scale=how.scale, enable_gqa=gqa)[:, :, -T:, :V]
 
 
 def products(q: Tensor, k: Tensor, v: Tensor, at: Positions, how: How) -> Tensor:
     """Two plain products, the mask added in the first, and a softmax: what a CPU does fastest with short rows in bfloat16. Its
     kernel takes bfloat16 scores and computes in float32; autocast would write them out in float32 first."""
+    new, (q, k, v, how) = q.shape[2], with_sink(q, k, v, how, True)
     B, H, T, scale = *q.shape[:3], q.shape[-1] ** -0.5 if how.scale is None else how.scale
-    later = at.once("later", lambda: torch.full((T, T), -torch.inf, dtype=q.dtype).triu(1))
+    later = at.once(("later", T), lambda: torch.full((T, T), -torch.inf, dtype=q.dtype).triu(1))
     with torch.autocast("cpu", enabled=False):
         w = torch.baddbmm(later, q.flatten(0, 1), spread(k, H).flatten(0, 1).mT, alpha=scale).softmax(-1)
-        return (F.dropout(w, how.dropout) @ spread(v, H).flatten(0, 1)).unflatten(0, (B, H))
+        return (F.dropout(w, how.dropout) @ spread(v, H).flatten(0, 1)).unflatten(0, (B, H))[:, :, -new:]
 
 
-def opened(mask: Tensor, bias: Tensor | None, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+def opened(mask: Tensor, bias: Tensor | None, dtype: torch.dtype, sink: bool = False) -> tuple[Tensor, Tensor]:
     """The mask, with the bias in it if there is one, and the rows that see nothing: those are let see everything, for their
-    outputs to be zeroed, because kernels disagree on such rows and some give NaN."""
+    outputs to be zeroed, because kernels disagree on such rows and some give NaN. sink: with the key that all see in front."""
     empty = ~mask.any(-1, keepdim=True)
     mask = mask | empty
-    return (mask if bias is None else bias.to(dtype).masked_fill(~mask, -torch.inf)), empty
+    mask = mask if bias is None else bias.to(dtype).masked_fill(~mask, -torch.inf)
+    return (F.pad(mask, (1, 0), value=bias is None) if sink else mask), empty
 
 
 def banded(q: Tensor, k: Tensor, v: Tensor, at: Positions, keys: Keys, how: How) -> Tensor:
@@ -209,7 +243,8 @@ def banded(q: Tensor, k: Tensor, v: Tensor, at: Positions, keys: Keys, how: How)
     With T = 200, a window of 9 and no past: N = 4 blocks of L = 64 queries; block 1 holds queries 64 to 127 and keys 56 to 127.
     """
     (B, H, T, D), n, W = q.shape, k.shape[2] - q.shape[2], how.window
-    in_blocks = q.device.type == "cpu" and how.slopes is None and not how.dropout and not torch.compiler.is_compiling()
+    in_blocks = q.device.type == "cpu" and q.dtype in (torch.float32, torch.float64) and how.slopes is None and not how.dropout
+    in_blocks = in_blocks and not torch.compiler.is_compiling()
     L, f = BAND if in_blocks else max(W, BAND), min(how.sinks, T)
     reach = -(-(W - 1) // L) * L if in_blocks else W - 1
     N = -(-T // L)
@@ -234,13 +269,14 @@ def banded(q: Tensor, k: Tensor, v: Tensor, at: Positions, keys: Keys, how: How)
         band = visible(q_pos, k_pos[..., n + f:], q_doc, k_doc[..., n + f:], W)
         mask = torch.cat([old.expand(B, N, L, n), sink.expand(B, N, L, f), band], -1).flatten(0, 1)
         bias = None if how.slopes is None else distance_bias(q_pos[..., 0].flatten(0, 1), k_pos[:, :, 0].flatten(0, 1), how.slopes)
-        return opened(mask[:, None], bias, q.dtype)
+        return opened(mask[:, None], bias, q.dtype, how.sink_logit is not None)
 
-    mask, empty = at.once(("band", keys.name, W, how.sinks, q.dtype, L), make)
+    mask, empty = at.once(("band", keys.name, *how.mask_key(), q.dtype, L), make)
     if in_blocks:
         k, v = (torch.cat([t[:, :, :n + f], row(t.transpose(1, 2)).transpose(1, 2)], 2) for t in (k, v))
+        q, k, v, how = with_sink(q, k, v, how, False)
         q = F.pad(q * (D ** -0.5 if how.scale is None else how.scale), (0, 0, 0, fill))
-        y = bands(q, k, v, mask.view(B, N, L, -1), n + f)
+        y = bands(q, k, v, mask.view(B, N, L, -1), mask.shape[-1] - reach - L)
         return y.masked_fill(empty.view(B, 1, N * L, 1), 0)[:, :, :T]
     q = own(q.transpose(1, 2)).flatten(0, 1).transpose(1, 2)               # (B N, H, L, D)
     k, v = (reached(t.transpose(1, 2)).flatten(0, 1).transpose(1, 2) for t in (k, v))
@@ -250,7 +286,7 @@ def banded(q: Tensor, k: Tensor, v: Tensor, at: Positions, keys: Keys, how: How)
 
 def flex(q: Tensor, k: Tensor, v: Tensor, at: Positions, keys: Keys, how: How) -> Tensor:
     """torch's flex_attention; its block mask skips what no query of a block sees, and is made once a call for all layers."""
-    from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
+    from torch.nn.attention.flex_attention import AuxRequest, BlockMask, create_block_mask, flex_attention
     q_pos, q_doc, k_pos, k_doc = at.pos, at.doc, keys.pos, keys.doc
     (B, H, T, _), S, keep = q.shape, k.shape[2], how.keep
     fixed = not isinstance(keep, Tensor)                             # a mask of positions, good for every layer
@@ -277,7 +313,11 @@ def flex(q: Tensor, k: Tensor, v: Tensor, at: Positions, keys: Keys, how: How) -
     changes = how.softcap or how.slopes is not None
     if q.device.type == "cpu" and not torch.compiler.is_compiling():
         warnings.filterwarnings("ignore", message="flex_attention called without torch.compile")   # compiling takes 17 s there, for nothing
-    return run(q, k, v, score_mod=score if changes else None, block_mask=block_mask, scale=how.scale, enable_gqa=k.shape[1] != H)
+    call = partial(run, q, k, v, score_mod=score if changes else None, block_mask=block_mask, scale=how.scale, enable_gqa=k.shape[1] != H)
+    if how.sink_logit is None:
+        return call()
+    y, aux = call(return_aux=AuxRequest(lse=True))                   # one more score takes weight from all alike
+    return y * torch.sigmoid(aux.lse - how.sink_logit[:, None])[..., None].type_as(y)
 
 
 @cache

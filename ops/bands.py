@@ -1,4 +1,4 @@
-"""Softmax attention of blocks of queries, each to the few blocks of keys before it: a window, on a CPU."""
+"""Softmax attention of blocks of queries, each to the few blocks of keys before it: a window, on a CPU, in float32 or float64."""
 
 from __future__ import annotations
 
@@ -39,9 +39,9 @@ class Bands(torch.autograd.Function):
         for a in range(0, N, c):
             s = slice(a, min(a + c, N))
             qc, kc = q[:, :, s], near(k, s)
-            w = (qc @ kc.mT).float() if q.dtype != torch.float64 else qc @ kc.mT
+            w = qc @ kc.mT
             w.view(B, G, -1, rows // L, L, n).masked_fill_(hidden[:, :, s], -torch.inf)
-            yield s, qc, kc, near(v, s), w.softmax(-1).to(q.dtype)
+            yield s, qc, kc, near(v, s), w.softmax(-1)
 
     @staticmethod
     def forward(ctx, q, k, v, hidden, front):

@@ -25,21 +25,22 @@ ROWS = 256    # queries at once where masks are dense
 
 
 def sparse(q: Tensor, k: Tensor, v: Tensor, at: Positions, pattern: Pattern, *, keys: Keys | None = None, backend: str = "auto",
-           slopes: Tensor | None = None, softcap: float = 0.0, dropout: float = 0.0) -> Tensor:
+           slopes: Tensor | None = None, softcap: float = 0.0, sink_logit: Tensor | None = None, dropout: float = 0.0) -> Tensor:
     """ops.attend.attend, where `pattern` lets a query see a key: q (B, H, T, D), k (B, G, S, D), v (B, G, S, V) -> (B, H, T, V).
 
     Keys are gathered for rows of one document from 0; other rows have masks over all keys, a block of queries at a time.
     flex, where it runs, skips what is not seen in either.
     """
     T, plain = q.shape[2], at.plain and keys is None
-    how = How(keep=pattern, slopes=slopes, softcap=softcap, dropout=dropout)
+    how = How(keep=pattern, slopes=slopes, softcap=softcap, sink_logit=sink_logit, dropout=dropout)
     grad = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
     whole = backend == "reference" or choose(backend, q.device.type, q.dtype, q.shape[3], how, plain, grad) == "flex"
     if not whole and plain and pairs(pattern, T) < T * T / (4 if T <= ROWS else 2):     # else masks are faster
         return gathered(q, k, v, at, pattern, how)
 
     def run(q: Tensor, k: Tensor, v: Tensor, at: Positions, keys: Keys | None) -> Tensor:
-        return attend(q, k, v, at, keys=keys, backend=backend, keep=pattern, slopes=slopes, softcap=softcap, dropout=dropout)
+        return attend(q, k, v, at, keys=keys, backend=backend, keep=pattern, slopes=slopes, softcap=softcap, sink_logit=sink_logit,
+                      dropout=dropout)
 
     def run_part(q: Tensor, k: Tensor, v: Tensor, pos: Tensor, doc: Tensor) -> Tensor:
         part = Positions(len(q), q.shape[2], q.device, pos)
@@ -180,7 +181,11 @@ def softmax_over(parts: list[Part], q: Tensor, k: Tensor, v: Tensor, heads: Tens
     with torch.no_grad():
         top = torch.stack([join(s.amax(-1, keepdim=True), part.plan, T) for s, part in zip(scores, parts)]).amax(0)   # (B, h, T, 1)
         top = top.masked_fill(top == -torch.inf, 0)
+        if how.sink_logit is not None:
+            top = torch.maximum(top, how.sink_logit[heads][:, None, None])
     weights = [s.sub_(cut(top, part.plan)).exp_() for s, part in zip(scores, parts)]
     total = torch.stack([join(w.sum(-1, keepdim=True), part.plan, T) for w, part in zip(weights, parts)]).sum(0)
+    if how.sink_logit is not None:
+        total = total + (how.sink_logit[heads][:, None, None] - top).exp()
     y = torch.stack([join(F.dropout(w, how.dropout).type_as(v) @ pick(v, part), part.plan, T) for w, part in zip(weights, parts)]).sum(0)
     return (y / total.masked_fill(total == 0, 1)).type_as(q)                                   # who sees nothing has 0

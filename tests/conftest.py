@@ -18,12 +18,15 @@ from model import GPT, GPTConfig
 # Every word of MIXERS is tested as it is; words with options that change what the code does are added here.
 VARIANTS = {
     "attention": ["attention(window=7)", "attention(window=7, sinks=3)", "attention(window=80)", "attention(rope=False) attention",
-                  "attention(window=5)|attention"],
+                  "attention(window=5)|attention", "attention(sink_logit=True, gate=True, rotary=4)",
+                  "attention(window=7, sinks=3, sink_logit=True) attention(theta=1e6)", "attention(window=80, sink_logit=True, gate=True)"],
+    "forgetting": ["forgetting(window=7, gate=True)", "forgetting(sink_logit=True, rope=False) attention", "forgetting(window=80)|attention(window=3)"],
     "mla": ["mla(q_lora_rank=12, kv_lora_rank=10, qk_nope_head_dim=6, qk_rope_head_dim=2, v_head_dim=12)", "mla(window=7, sinks=3)",
             "mla(rope=False) attention"],
     "sparse": ["sparse(pattern='first(3) | local(7)')", "sparse(pattern='fixed(8)')", "sparse(pattern='chunk(9)', rope=False)",
-               "sparse(pattern='local(6) / strided(5) & local(30)')", "sparse(pattern='local_blocks(2, 4) | random_blocks(2, 4, seed=3)')"],
-    "nsa": ["nsa(compress=4, stride=2, select=4, blocks=3, window=5)", "nsa(compress=5, stride=3, select=7, blocks=4, window=6)",
+               "sparse(pattern='local(6) / strided(5) & local(30)')", "sparse(pattern='local_blocks(2, 4) | random_blocks(2, 4, seed=3)')",
+               "sparse(pattern='first(3) | strided(7)', sink_logit=True, gate=True, theta=100.0)"],
+    "nsa": ["nsa(compress=4, stride=2, select=4, blocks=3, window=5)", "nsa(compress=5, stride=3, select=7, blocks=4, window=6, rotary=4)",
             "nsa(compress=8, stride=8, select=3, blocks=5, window=80)|attention(window=3)"],
 }
 

@@ -26,11 +26,14 @@ def long_packed(T):
     return torch.cat([PACKED, torch.arange(16, T).expand(2, -1) - torch.tensor([[12], [3]])], 1)
 
 
+SINK = torch.tensor([0.0, 1.0, -1.0, 2.0])
 CASES = {
     "causal": {}, "window": dict(window=5), "sinks": dict(window=5, sinks=2), "wide window": dict(window=100), "scale": dict(scale=0.3),
     "alibi": dict(slopes=torch.tensor([0.5, 0.25, 0.1, 0.05])), "alibi window": dict(slopes=torch.tensor([0.5, 0.25, 0.1, 0.05]), window=6),
     "softcap": dict(softcap=2.0), "keep": dict(keep=torch.rand(16, 16, generator=torch.Generator().manual_seed(1)) > 0.3),
-    "bidirectional": dict(causal=False), "bidirectional window": dict(causal=False, window=4), "sink logit": dict(sink_logit=torch.tensor([0.0, 1.0, -1.0, 2.0])),
+    "bidirectional": dict(causal=False), "bidirectional window": dict(causal=False, window=4), "sink logit": dict(sink_logit=SINK),
+    "sink logit window": dict(sink_logit=SINK, window=5, sinks=2), "sink logit alibi": dict(sink_logit=SINK, slopes=torch.tensor([0.5, 0.25, 0.1, 0.05])),
+    "sink logit all": dict(sink_logit=SINK, scale=0.3, softcap=2.0, keep=torch.rand(16, 16, generator=torch.Generator().manual_seed(1)) > 0.3),
 }
 
 
@@ -44,33 +47,35 @@ def test_backends_equal_the_reference(backend, case, pos, G):
     want = attend(q, k, v, at(), backend="reference", **CASES[case])
     got = attend(q, k, v, at(), backend=backend, **CASES[case])
     torch.testing.assert_close(got, want, rtol=1e-5, atol=2e-6)
-    if pos is not None and case != "sink logit":
+    if pos is not None:
         assert (got[1, :, :3] == 0).all(), "a query that sees nothing gives 0"
 
 
-@pytest.mark.parametrize("case", ["causal", "window", "sinks", "alibi window"])
+@pytest.mark.parametrize("case", ["causal", "window", "sinks", "alibi window", "sink logit", "sink logit window", "sink logit alibi"])
 @pytest.mark.parametrize("pos", [None, PACKED], ids=["plain", "packed"])
 def test_gradients_equal_the_references(case, pos):
     grads = []
     for backend in ("reference", "sdpa"):
         q, k, v = qkv(G=2, grad=True)
-        y = attend(q, k, v, Positions(2, 16, CPU, pos), backend=backend, **CASES[case])
-        grads.append(torch.autograd.grad((y * torch.arange(y.numel()).view_as(y).sin()).sum(), (q, k, v)))
+        how = dict(CASES[case])
+        sink = [how.setdefault("sink_logit", SINK.clone().requires_grad_())] if how.pop("sink_logit", None) is not None else []
+        y = attend(q, k, v, Positions(2, 16, CPU, pos), backend=backend, **how)
+        grads.append(torch.autograd.grad((y * torch.arange(y.numel()).view_as(y).sin()).sum(), (q, k, v, *sink)))
     for a, b in zip(*grads):
         torch.testing.assert_close(b, a, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("sinks", [0, 3])
+@pytest.mark.parametrize("sinks, logit", [(0, False), (3, False), (0, True), (3, True)])
 @pytest.mark.parametrize("given", [False, True])
 @pytest.mark.parametrize("T", [65, 128, 200])
-def test_banded_windows_equal_the_reference_forward_and_backward(T, given, sinks):
+def test_banded_windows_equal_the_reference_forward_and_backward(T, given, sinks, logit):
     grads = []
     for backend in ("reference", "sdpa"):
-        q, k, v = qkv(T=T, G=2, grad=True)
+        (q, k, v), b = qkv(T=T, G=2, grad=True), SINK.clone().requires_grad_()
         at = Positions(2, T, CPU, long_packed(T) if given else None)
-        y = attend(q, k, v, at, backend=backend, window=9, sinks=sinks)
+        y = attend(q, k, v, at, backend=backend, window=9, sinks=sinks, sink_logit=b if logit else None)
         assert any(key[0] == "band" for key in at.memo if isinstance(key, tuple)) == (backend == "sdpa" and not (given and sinks))
-        grads.append((y, *torch.autograd.grad(y.sin().sum(), (q, k, v))))
+        grads.append((y, *torch.autograd.grad(y.sin().sum(), (q, k, v, b) if logit else (q, k, v))))
     for a, b in zip(*grads):
         torch.testing.assert_close(b, a, rtol=1e-4, atol=1e-5)
 
@@ -103,6 +108,8 @@ def test_a_window_costs_memory_linear_in_the_length():
     q, k, v = qkv(B=1, H=1, G=1, T=4096)
     with Watch():
         attend(q, k, v, Positions(1, 4096, CPU), window=32)
+        attend(q, k, v, Positions(1, 4096, CPU), window=32, sink_logit=SINK[:1])
+        attend(q, k, v, Positions(1, 4096, CPU), sink_logit=SINK[:1])
     assert max(sizes) < 4096 * 4096 / 8
 
 
@@ -123,6 +130,39 @@ def test_a_sink_logit_takes_weight_and_gives_nothing():
     plain, _, lse = attend(q, k, v, Positions(2, 16, CPU), need_weights=True)
     got = attend(q, k, v, Positions(2, 16, CPU), sink_logit=b)
     torch.testing.assert_close(got, plain * torch.sigmoid(lse - b[:, None])[..., None], rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("dtype, digits", [(torch.bfloat16, 8), (torch.float16, 11), (torch.float32, 24)])
+def test_a_number_in_parts_is_whole(dtype, digits):
+    x = (torch.randn(100, generator=torch.Generator().manual_seed(0), dtype=torch.float64) * 1000).requires_grad_()
+    p = module.parts(x, dtype)
+    assert p.dtype == dtype and p.shape == (100, -(-32 // digits))
+    assert (p.double().sum(-1) - x).abs().max() <= 1000 * 4 * 2 ** -(30 if dtype != torch.float16 else 24)      # float16 ends at 6e-8
+    assert torch.equal(torch.autograd.grad(p.double().sum(), x)[0], torch.ones_like(x))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("causal", [False, True])
+def test_a_sink_logit_is_told_exactly_in_half_precision_and_no_other_score_changes(dtype, causal):
+    q, k, v = (t.to(dtype) for t in qkv(G=2))
+    b = torch.tensor([7.03, -7.01, 0.1, 30.003])
+    q2, k2, v2, how = module.with_sink(q, k, v, How(sink_logit=b), causal)
+    scores = lambda q, k: q.double() @ k.double().repeat_interleave(2, 1).mT * 8**-0.5
+    s = scores(q2, k2)[:, :, causal:]
+    assert how.sink_logit is None and how.scale == 8**-0.5 and (v2[:, :, 0] == 0).all()
+    torch.testing.assert_close(s[..., 0], b.double()[:, None].expand(2, 4, 16), rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(s[..., 1:], scores(q, k), rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("T, how", [(100, {}), (300, {}), (300, dict(window=9)), (100, dict(window=9))])
+def test_a_sink_logit_in_bfloat16_is_near_the_reference_forward_and_backward(T, how):
+    grads = []
+    for backend in ("reference", "sdpa"):
+        (q, k, v), b = (t.detach().to(torch.bfloat16).requires_grad_() for t in qkv(G=2, T=T)), (SINK * 1.3).requires_grad_()
+        y = attend(q, k, v, Positions(2, T, CPU), backend=backend, sink_logit=b, **how)
+        grads.append((y, *torch.autograd.grad(y.float().sin().sum(), (q, k, v, b))))
+    for a, b in zip(*grads):
+        assert (a - b).abs().mean() < 0.02 * a.abs().mean()
 
 
 def test_visible_is_the_literal_table():
@@ -166,7 +206,8 @@ def test_what_a_backend_cannot_do_falls_to_the_next_with_one_line(capsys):
     ("cuda", How(keep=lambda q, k, h: k >= 0), False, torch.bfloat16, "flex"), ("cuda", How(window=8, sinks=2, dropout=0.1), True, torch.bfloat16, "sdpa"),
     ("cpu", How(window=8), True, torch.float32, "sdpa"), ("cpu", How(softcap=1.0), True, torch.float32, "reference"), ("mps", How(), False, torch.float32, "sdpa"),
     ("cuda", How(need_weights=True), True, torch.bfloat16, "reference"), ("cuda", How(softcap=1.0, dropout=0.1), True, torch.bfloat16, "reference"),
-    ("cuda", How(slopes=torch.ones(1)), True, torch.float32, "flex"),
+    ("cuda", How(slopes=torch.ones(1)), True, torch.float32, "flex"), ("cuda", How(window=8, sink_logit=torch.ones(1)), True, torch.bfloat16, "flex"),
+    ("cuda", How(sink_logit=torch.ones(1)), True, torch.bfloat16, "sdpa"), ("cpu", How(sink_logit=torch.ones(1)), False, torch.float32, "sdpa"),
 ])
 def test_auto_takes_what_fits(monkeypatch, device, how, plain, dtype, want):
     monkeypatch.setattr(module, "version", lambda: 2)
