@@ -16,6 +16,7 @@ from typing import Any
 from config import GPTConfig
 from config.check import nearest
 from mixers.attention import Attention
+from mixers.lowrank import LowRank
 from mixers.mixer import Mixer, Parallel
 from mixers.mla import MLA
 from mixers.nsa import NSA
@@ -23,6 +24,7 @@ from mixers.sparse import Sparse
 
 MIXERS: dict[str, type[Mixer]] = {
     "attention": Attention,
+    "lowrank": LowRank,
     "mla": MLA,
     "nsa": NSA,
     "sparse": Sparse,

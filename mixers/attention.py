@@ -54,17 +54,20 @@ class Attention(Mixer):
             self.q_norm, self.k_norm = nn.RMSNorm(self.D, eps=cfg.norm_eps), nn.RMSNorm(self.D, eps=cfg.norm_eps)
 
     def forward(self, x: Tensor, at: Positions, state: dict[str, Tensor] | None = None) -> Tensor:
-        B, T, _ = x.shape
-        q, k, v = self.qkv(x).view(B, T, -1, self.D).transpose(1, 2).split([self.H, self.G, self.G], 1)   # (B, H or G, T, D)
+        q, k, v = self.heads(x, at)
+        y = self.attend_keys(q, k, v, at) if state is None else self.attend_past(q, k, v, at, state["k"], state["v"])
+        return self.out(y.transpose(1, 2).reshape(*x.shape[:2], self.H * self.D))
+
+    def heads(self, x: Tensor, at: Positions) -> tuple[Tensor, Tensor, Tensor]:
+        """x (B, T, C) -> q (B, H, T, D), k and v (B, G, T, D), normalised and rotated."""
+        q, k, v = self.qkv(x).view(*x.shape[:2], -1, self.D).transpose(1, 2).split([self.H, self.G, self.G], 1)
         if self.cfg.qk_norm:       # in float32, which the rotation takes anyway
             q, k = (F.rms_norm(t.float(), (self.D,), norm.weight.float(), norm.eps) for t, norm in ((q, self.q_norm), (k, self.k_norm)))
         if self.rope:
             pos = at.pos[:1] if at.plain else at.pos     # plain rows are alike
             cos, sin = at.once(("rope", self.D), lambda: rope_table(pos, self.D, self.cfg.rope_theta))
             q, k = rotate(q, cos, sin, self.cfg.rope_layout), rotate(k, cos, sin, self.cfg.rope_layout)
-        q, k = q.type_as(v), k.type_as(v)
-        y = self.attend_keys(q, k, v, at) if state is None else self.attend_past(q, k, v, at, state["k"], state["v"])
-        return self.out(y.transpose(1, 2).reshape(B, T, self.H * self.D))
+        return q.type_as(v), k.type_as(v), v
 
     def attend_keys(self, q: Tensor, k: Tensor, v: Tensor, at: Positions, keys: Keys | None = None) -> Tensor:
         slopes = at.once("slopes", lambda: torch.tensor(alibi_slopes(self.H), device=q.device)) if self.cfg.position == "alibi" else None

@@ -12,7 +12,7 @@ from config import GPTConfig
 from config.check import check_fields, check_range
 from mixers.attention import Attention, AttentionOptions
 from ops.nsa import Sizes, compressed, exact, selected
-from ops.positions import Positions
+from ops.positions import Positions, lined_up, write
 from ops.rope import rope_table, rotate
 
 
@@ -173,19 +173,3 @@ class NSA(Attention):
 def rms(t: Tensor, norm: nn.RMSNorm) -> Tensor:
     """In float32, which the rotation takes anyway."""
     return F.rms_norm(t.float(), t.shape[-1:], norm.weight.float(), norm.eps)
-
-
-def write(slot: Tensor, *pairs: tuple[Tensor, Tensor]) -> None:
-    """Into each (B, G, slots, D) its new (B, G, T, D), at slot (B, T)."""
-    for kept, new in pairs:
-        kept.scatter_(2, slot[:, None, :, None].expand_as(new), new.to(kept.dtype))
-
-
-def lined_up(old: Tensor, new: Tensor, n: int, ring: int, before: Tensor, first: Tensor) -> Tensor:
-    """n slots for the past, in order, and new (B, G, T, D), so that a document that goes on lies in one piece: its `before`
-    (B,) positions, the last `ring` of which are in old, stand right in front of its first new token, at `first` (B,)."""
-    x = torch.arange(n + new.shape[2], device=new.device)
-    front = (n + first)[:, None]
-    index = torch.where(x < front, (x - front + before[:, None]) % ring, old.shape[2] + x - n)            # (B, n + T)
-    both = torch.cat([old.type_as(new), new], 2)
-    return both.gather(2, index[:, None, :, None].expand(-1, both.shape[1], -1, both.shape[3]))
