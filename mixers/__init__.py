@@ -16,6 +16,7 @@ from typing import Any
 from config import GPTConfig
 from config.check import nearest
 from mixers.attention import Attention
+from mixers.hierarchical import Hierarchical
 from mixers.lowrank import LowRank
 from mixers.mixer import Mixer, Parallel
 from mixers.mla import MLA
@@ -24,6 +25,7 @@ from mixers.sparse import Sparse
 
 MIXERS: dict[str, type[Mixer]] = {
     "attention": Attention,
+    "hierarchical": Hierarchical,
     "lowrank": LowRank,
     "mla": MLA,
     "nsa": NSA,

@@ -28,10 +28,12 @@ def derived(method: Callable[[Positions], Tensor]) -> Any:
 
 class Positions:
     """pos (B, T) or None; length (B,): where the next token of each row stands (None: nothing came before);
-    past: a bound on length that the host knows, so that slicing the cache needs no answer from the device."""
+    past: a bound on length that the host knows, so that slicing the cache needs no answer from the device;
+    tokens (B, T): which they are, for mixers that find borders in the text."""
 
-    def __init__(self, B: int, T: int, device: torch.device, pos: Tensor | None = None, length: Tensor | None = None, past: int = 0):
-        self.given, self.past, self.memo = pos is not None, past, {}  # type: ignore[var-annotated]
+    def __init__(self, B: int, T: int, device: torch.device, pos: Tensor | None = None, length: Tensor | None = None, past: int = 0,
+                 tokens: Tensor | None = None):
+        self.given, self.past, self.tokens, self.memo = pos is not None, past, tokens, {}  # type: ignore[var-annotated]
         if pos is None:
             pos = torch.arange(T, device=device).expand(B, T)
             if length is not None:

@@ -161,9 +161,9 @@ def attend_units(q: Tensor, keys: list[tuple[Tensor, Tensor]], seen: list[Seen],
 
 # the past
 
-def own(at: Positions, u: Units, length: int, block: int, past: int) -> Seen:
-    """A query's own unit of at most `length` tokens, among the call's tokens behind `past` others."""
-    T, aligned = at.pos.shape[1], past == 0 and at.plain
+def own(at: Positions, u: Units, length: int, block: int, past: int, aligned: bool) -> Seen:
+    """A query's own unit of at most `length` tokens, among the call's tokens behind `past` others. aligned: a block begins a unit."""
+    T = at.pos.shape[1]
     t, real = torch.arange(past, past + T, device=at.pos.device), at.pos >= 0
     return Seen(torch.where(real, t - u.since, 0), torch.where(real, t + 1, 0), block if aligned else block + length - 1, aligned)
 
