@@ -47,6 +47,7 @@ def of_length(at: Positions, length: int) -> Units:
     return units(since, number, (at.pos >= 0) & (since == length - 1), T // length if at.plain else -(-T // length))
 
 
+@torch.compiler.disable     # inductor 2.13 on a CPU puts each gather of gathers into the next: minutes, and wrong numbers
 def at_ends(at: Positions, ends: Tensor, shortest: int, longest: int, open: Tensor) -> Units:
     """Units that close with the first token for which `ends` (B, T) is true, from their `shortest`th token on, or with their `longest`th.
     open (B, 2): tokens in the unit that the state left open, units closed before it.
