@@ -4,7 +4,6 @@ a query reads its own sentence token by token. All levels share one softmax; no 
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 
 import torch
@@ -79,8 +78,8 @@ class Hierarchical(Attention):
         if plain:
             made = [*pool(*(t[:, :, :N * S].unflatten(2, (N, S)) for t in tokens), self.pool_tokens, None)]
         else:
-            index, log_size = at.once(("in", *self.name), lambda: self.within(s, past))
-            made = [*pool(*(taken(t, index) for t in tokens), self.pool_tokens, log_size)]
+            index, inside = at.once(("in", *self.name), lambda: self.within(s, past))
+            made = [*pool(*(taken(t, index) for t in tokens), self.pool_tokens, inside)]
         if self.ends:
             made.append((s.since.gather(1, s.end) + 1)[:, None, :, None].float())                       # (B, 1, N, 1): tokens
         sentences, shift = made, 0
@@ -98,7 +97,7 @@ class Hierarchical(Attention):
             index = shift + s.before.gather(1, p.end)[..., None] + torch.arange(1 - P, 1, device=x.device)     # (B, N, P)
             parts = [taken(t, index) for t in sentences]
             sizes = parts[2][:, 0, :, :, 0].clamp(min=1) if self.ends else None
-            made = [*pool(parts[0], parts[1], self.pool_sentences, None if sizes is None else sizes.log())]
+            made = [*pool(parts[0], parts[1], self.pool_sentences, sizes)]
             if sizes is not None:
                 made.append(sizes.sum(-1)[:, None, :, None])
         paragraphs, every = all_rows(at, p, old and old[1], made, size)
@@ -108,10 +107,10 @@ class Hierarchical(Attention):
             state["open"].copy_(torch.where(at.end[:, None] > 0, left, state["open"]))
 
         block = block_of(T, S * P, paragraphs[0].shape[2])
-        few = Seen(shift + s.before - s.number % P, shift + s.before, -(-block // S) if plain else P - 1 + -(-block // self.shortest), plain, math.log(S))
-        every = every._replace(log_size=math.log(S * P))
+        few = Seen(shift + s.before - s.number % P, shift + s.before, -(-block // S) if plain else P - 1 + -(-block // self.shortest), plain, S)
+        every = every._replace(size=S * P)
         if self.ends:
-            few, every = (see._replace(log_size=rows[2][:, 0, :, 0].clamp(min=1).log()) for see, rows in ((few, sentences), (every, paragraphs)))
+            few, every = (see._replace(size=rows[2][:, 0, :, 0]) for see, rows in ((few, sentences), (every, paragraphs)))
         keys = [(rows[0], rows[1]) for rows in (tokens, sentences, paragraphs)]
         y = attend_units(q, keys, [own(at, s, S, block, past, plain), few, every], at, self.name, block, self.cfg.attn_dropout if self.training else 0.0)
         return self.out(y.transpose(1, 2).reshape(B, T, self.H * self.D))
@@ -130,11 +129,9 @@ class Hierarchical(Attention):
         return s, units(s.since, s.number // self.paragraph, closes, N // self.paragraph if at.plain else -(-N // self.paragraph))
 
     def within(self, s: Units, past: int) -> tuple[Tensor, Tensor | None]:
-        """Where the tokens of each sentence are (B, N, S), its last one last, and 0 for those, -inf for what is before them."""
+        """Where the tokens of each sentence are (B, N, S), its last one last, and 1 for those, 0 for what is before them (None: no such)."""
         back = torch.arange(1 - self.sentence, 1, device=s.end.device)
-        inside = -back <= s.since.gather(1, s.end)[..., None]
-        log_size = torch.zeros(inside.shape, device=back.device).masked_fill(~inside, -torch.inf) if self.ends else None
-        return past + s.end[..., None] + back, log_size
+        return past + s.end[..., None] + back, (-back <= s.since.gather(1, s.end)[..., None]) if self.ends else None
 
     def slots(self, at: Positions, s: Units, slots: int) -> Tensor:
         """Where each sentence is written (B, N): the last of the last document, in a ring."""

@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ops.attend import How, fused, opened
+from ops.nsa import exact
 from ops.positions import Positions, lined_up, write
 
 BLOCK = 64   # queries a block at least: below, the overhead of a block outweighs the keys that a longer one masks
@@ -91,11 +92,11 @@ def taken(t: Tensor, index: Tensor) -> Tensor:
     return F.embedding(index, t.transpose(1, 2).reshape(B * R, G * D)).unflatten(-1, (G, D)).movedim(3, 1)
 
 
-def pool(k: Tensor, v: Tensor, u: Tensor, log_size: Tensor | None) -> tuple[Tensor, Tensor]:
+def pool(k: Tensor, v: Tensor, u: Tensor, size: Tensor | None) -> tuple[Tensor, Tensor]:
     """k, v (B, G, N, W, D), a learned query u (G, D) -> rows (B, G, N, D): sums weighted by the softmax of u . k / sqrt(D), plus the
-    log of how many tokens each of the W stands for (B, N, W): -inf for none, None where all stand for as many."""
-    s = (k.float() @ u.float()[:, None, :, None])[..., 0] * k.shape[-1] ** -0.5             # (B, G, N, W)
-    w = (s if log_size is None else s + log_size[:, None]).softmax(-1)[..., None, :].type_as(v)
+    log of how many tokens each of the W stands for, size (B, N, W): 0 for none, None where all stand for as many."""
+    s = (exact(k) @ exact(u)[:, None, :, None])[..., 0] * k.shape[-1] ** -0.5               # (B, G, N, W)
+    w = (s if size is None else s + size[:, None].to(s.dtype).log()).softmax(-1)[..., None, :].type_as(v)
     return (w @ k)[..., 0, :], (w @ v)[..., 0, :]
 
 
@@ -108,7 +109,7 @@ class Seen(NamedTuple):
     hi: Tensor
     width: int = 0                       # keys that a block of queries sees at most (0: any)
     aligned: bool = False                # block n's are keys n width to (n + 1) width
-    log_size: float | Tensor = 0.0       # (B, R): log of how many tokens a key stands for, which is added to its scores
+    size: int | Tensor = 1               # (B, R): how many tokens a key stands for; the log is added to its scores
 
 
 def block_of(T: int, unit: int, rows: int) -> int:
@@ -138,10 +139,9 @@ def attend_units(q: Tensor, keys: list[tuple[Tensor, Tensor]], seen: list[Seen],
                 i = i.expand(B, N, -1)
                 places.append(None)
             masks.append((i[:, :, None] >= lo[..., None]) & (i[:, :, None] < hi[..., None]))               # (B, N, L, W)
-            size = see.log_size
-            size = size.gather(1, i.flatten(1).clamp(max=R - 1)).view_as(i) if isinstance(size, Tensor) else torch.full_like(i, size, dtype=torch.float32)
-            sizes.append(size[:, :, None])
-        biased = any(isinstance(see.log_size, Tensor) or see.log_size for see in seen)
+            size = see.size.gather(1, i.flatten(1).clamp(max=R - 1)).view_as(i) if isinstance(see.size, Tensor) else torch.full_like(i, see.size)
+            sizes.append(size.to(exact(q).dtype).clamp(min=1).log()[:, :, None])
+        biased = any(isinstance(see.size, Tensor) or see.size > 1 for see in seen)
         mask = torch.cat(masks, -1).flatten(0, 1)[:, None]                                                 # (B N, 1, L, K)
         return places, *opened(mask, torch.cat(sizes, -1).flatten(0, 1)[:, None] if biased else None, q.dtype)
 
@@ -156,7 +156,8 @@ def attend_units(q: Tensor, keys: list[tuple[Tensor, Tensor]], seen: list[Seen],
 
     k, v = (torch.cat([shown(pair[i], see, place) for pair, see, place in zip(keys, seen, places)], 3).flatten(0, 1) for i in (0, 1))
     q = F.pad(q, (0, 0, 0, fill)).unflatten(2, (N, L)).transpose(1, 2).flatten(0, 1)                       # (B N, H, L, D)
-    y = fused(q, k, v, mask, How(dropout=dropout)).masked_fill(empty, 0)
+    y = fused(q, k, v, mask, How(dropout=dropout))
+    y = y.masked_fill(empty, 0) if at.given else y                                                         # only padding sees nothing
     return y.unflatten(0, (B, N)).transpose(1, 2).flatten(2, 3)[:, :, :T]
 
 
