@@ -64,56 +64,61 @@ class Hierarchical(Attention):
         self.pool_tokens, self.pool_sentences = (nn.Parameter(torch.randn(self.G, self.D) * 0.02) for _ in range(2))
 
     def forward(self, x: Tensor, at: Positions, state: dict[str, Tensor] | None = None) -> Tensor:
-        (B, T, _), S, P, size = x.shape, self.sentence, self.paragraph, self.shortest * self.paragraph
+        (B, T, _), S, P, plain = x.shape, self.sentence, self.paragraph, at.plain and not self.ends
         q, k, v = self.heads(x, at)
         s, p = at.once(self.name, lambda: self.closing(at, state))
-        plain = at.plain and not self.ends
-        old = None if state is None else [[state[level + kv] for kv in self.kept()] for level in ("sentence_", "paragraph_")]
-
         tokens, past = [k, v], 0
         if state is not None:
             lined, ring = behind(at, [state["k"], state["v"]], tokens)
             tokens, past = (tokens, 0) if at.plain else (lined, ring)
-        N = s.end.shape[1]
-        if plain:
-            made = [*pool(*(t[:, :, :N * S].unflatten(2, (N, S)) for t in tokens), self.pool_tokens, None)]
-        else:
-            index, inside = at.once(("in", *self.name), lambda: self.within(s, past))
-            made = [*pool(*(taken(t, index) for t in tokens), self.pool_tokens, inside)]
-        if self.ends:
-            made.append((s.since.gather(1, s.end) + 1)[:, None, :, None].float())                       # (B, 1, N, 1): tokens
-        sentences, shift = made, 0
-        if old is not None:
-            slots = old[0][0].shape[2] - 1
-            if not at.plain:
-                had = s.number.gather(1, at.first.clamp(max=T - 1)[:, None])[:, 0]
-                sentences, shift = [lined_up(a, b, slots, slots, had, torch.zeros_like(had)) for a, b in zip(old[0], made)], slots
-            write(at.once(("sentence slots", *self.name), lambda: self.slots(at, s, slots)), *zip(old[0], made))
-
-        N = p.end.shape[1]
-        if plain:
-            made = [*pool(*(t[:, :, :N * P].unflatten(2, (N, P)) for t in made), self.pool_sentences, None)]
-        else:
-            index = shift + s.before.gather(1, p.end)[..., None] + torch.arange(1 - P, 1, device=x.device)     # (B, N, P)
-            parts = [taken(t, index) for t in sentences]
-            sizes = parts[2][:, 0, :, :, 0].clamp(min=1) if self.ends else None
-            made = [*pool(parts[0], parts[1], self.pool_sentences, sizes)]
-            if sizes is not None:
-                made.append(sizes.sum(-1)[:, None, :, None])
-        paragraphs, every = all_rows(at, p, old and old[1], made, size)
+        sentences, shift = self.sentences(tokens, past, at, s, state)
+        old = None if state is None else [state["paragraph_" + name] for name in self.kept()]
+        paragraphs, every = all_rows(at, p, old, self.paragraphs(sentences, shift, at, s, p), self.shortest * P)
         if state is not None and self.ends:
             last = (at.end[:, None] - 1).clamp(min=0)
             left = torch.cat([torch.where(s.closes, 0, s.since + 1).gather(1, last), (s.number + s.closes).gather(1, last)], 1)
             state["open"].copy_(torch.where(at.end[:, None] > 0, left, state["open"]))
 
         block = block_of(T, S * P, paragraphs[0].shape[2])
-        few = Seen(shift + s.before - s.number % P, shift + s.before, -(-block // S) if plain else P - 1 + -(-block // self.shortest), plain, S)
-        every = every._replace(size=S * P)
-        if self.ends:
-            few, every = (see._replace(size=rows[2][:, 0, :, 0]) for see, rows in ((few, sentences), (every, paragraphs)))
-        keys = [(rows[0], rows[1]) for rows in (tokens, sentences, paragraphs)]
-        y = attend_units(q, keys, [own(at, s, S, block, past, plain), few, every], at, self.name, block, self.cfg.attn_dropout if self.training else 0.0)
+        width = -(-block // S) if plain else P - 1 + -(-block // self.shortest)
+        sizes = [t[2][:, 0, :, 0] for t in (sentences, paragraphs)] if self.ends else [S, S * P]
+        few = Seen(shift + s.before - s.number % P, shift + s.before, width, plain, sizes[0])
+        y = attend_units(q, [(t[0], t[1]) for t in (tokens, sentences, paragraphs)],
+                         [own(at, s, S, block, past, plain), few, every._replace(size=sizes[1])], at, self.name, block,
+                         self.cfg.attn_dropout if self.training else 0.0)
         return self.out(y.transpose(1, 2).reshape(B, T, self.H * self.D))
+
+    def sentences(self, tokens: list[Tensor], past: int, at: Positions, s: Units,
+                  state: dict[str, Tensor] | None) -> tuple[list[Tensor], int]:
+        """tokens: k and v (B, G, past + T, D) -> the rows of the last sentences of a state and of those that close now, in one piece
+        (B, G, slots + N, D); how many the first are. With `ends`, a third tensor says their tokens (B, 1, ..., 1)."""
+        S, N = self.sentence, s.end.shape[1]
+        if at.plain and not self.ends:
+            made = pool([t[:, :, :N * S].unflatten(2, (N, S)) for t in tokens], self.pool_tokens)
+        else:
+            index, inside = at.once(("in", *self.name), lambda: self.within(s, past))
+            made = pool([taken(t, index) for t in tokens], self.pool_tokens, inside)
+        if self.ends:
+            made.append((s.since.gather(1, s.end) + 1)[:, None, :, None].float())
+        if state is None:
+            return made, 0
+        old = [state["sentence_" + name] for name in self.kept()]
+        rows, slots, shift = made, old[0].shape[2] - 1, 0
+        if not at.plain:
+            had = s.number.gather(1, at.first.clamp(max=at.pos.shape[1] - 1)[:, None])[:, 0]
+            rows, shift = [lined_up(a, b, slots, slots, had, torch.zeros_like(had)) for a, b in zip(old, made)], slots
+        write(at.once(("sentence slots", *self.name), lambda: self.slots(at, s, slots)), *zip(old, made))
+        return rows, shift
+
+    def paragraphs(self, sentences: list[Tensor], shift: int, at: Positions, s: Units, p: Units) -> list[Tensor]:
+        """The rows of the paragraphs that close now (B, G, N, D), of sentences' rows."""
+        P, N = self.paragraph, p.end.shape[1]
+        if at.plain and not self.ends:
+            return pool([t[:, :, :N * P].unflatten(2, (N, P)) for t in sentences], self.pool_sentences)
+        index = shift + s.before.gather(1, p.end)[..., None] + torch.arange(1 - P, 1, device=p.end.device)          # (B, N, P)
+        k, v, *size = (taken(t, index) for t in sentences)
+        sizes = [t[:, 0, :, :, 0].clamp(min=1) for t in size]                                # nobody sees what is not closed
+        return [*pool([k, v], self.pool_sentences, *sizes), *(t.sum(-1)[:, None, :, None] for t in sizes)]
 
     def closing(self, at: Positions, state: dict[str, Tensor] | None) -> tuple[Units, Units]:
         """The sentences and the paragraphs that these tokens close."""
@@ -129,7 +134,7 @@ class Hierarchical(Attention):
         return s, units(s.since, s.number // self.paragraph, closes, N // self.paragraph if at.plain else -(-N // self.paragraph))
 
     def within(self, s: Units, past: int) -> tuple[Tensor, Tensor | None]:
-        """Where the tokens of each sentence are (B, N, S), its last one last, and 1 for those, 0 for what is before them (None: no such)."""
+        """Where the tokens of each sentence are (B, N, S), its last one last, and 1 for those, 0 for what is before (None: none)."""
         back = torch.arange(1 - self.sentence, 1, device=s.end.device)
         return past + s.end[..., None] + back, (-back <= s.since.gather(1, s.end)[..., None]) if self.ends else None
 
@@ -144,7 +149,8 @@ class Hierarchical(Attention):
 
     def init_state(self, B: int, max_len: int, dtype: torch.dtype, device: torch.device) -> dict[str, Tensor]:
         """One slot more each, for what need not be kept."""
-        lengths = {"": max(1, self.sentence - 1), "sentence_": max(1, self.paragraph - 1), "paragraph_": max_len // (self.shortest * self.paragraph)}
+        few, all = max(1, self.paragraph - 1), max_len // (self.shortest * self.paragraph)
+        lengths = {"": max(1, self.sentence - 1), "sentence_": few, "paragraph_": all}
         state = {name + kv: torch.zeros(B, self.G, n + 1, self.D, dtype=dtype, device=device) for name, n in lengths.items() for kv in "kv"}
         if self.ends:
             state |= {name + "size": torch.zeros(B, 1, n + 1, 1, device=device) for name, n in lengths.items() if name}

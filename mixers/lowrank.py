@@ -68,8 +68,8 @@ class LowRank(Attention):
         made = [(E[:, None] @ t.to(E.dtype)).type_as(v).flatten(2, 3) for E, t in zip((self.project_k, self.project_v), parts)]
         rows, seen = all_rows(at, u, old, made, c, self.rank)
         block = block_of(T, c, rows[0].shape[2])
-        y = attend_units(q, [(tokens[0], tokens[1]), (rows[0], rows[1])], [own(at, u, c, block, past, at.plain), seen], at, ("lowrank", c, self.rank),
-                         block, self.cfg.attn_dropout if self.training else 0.0)
+        y = attend_units(q, [(tokens[0], tokens[1]), (rows[0], rows[1])], [own(at, u, c, block, past, at.plain), seen], at,
+                         ("lowrank", c, self.rank), block, self.cfg.attn_dropout if self.training else 0.0)
         return self.out(y.transpose(1, 2).reshape(B, T, self.H * self.D))
 
     def init_state(self, B: int, max_len: int, dtype: torch.dtype, device: torch.device) -> dict[str, Tensor]:

@@ -92,12 +92,12 @@ def taken(t: Tensor, index: Tensor) -> Tensor:
     return F.embedding(index, t.transpose(1, 2).reshape(B * R, G * D)).unflatten(-1, (G, D)).movedim(3, 1)
 
 
-def pool(k: Tensor, v: Tensor, u: Tensor, size: Tensor | None) -> tuple[Tensor, Tensor]:
-    """k, v (B, G, N, W, D), a learned query u (G, D) -> rows (B, G, N, D): sums weighted by the softmax of u . k / sqrt(D), plus the
+def pool(kv: list[Tensor], u: Tensor, size: Tensor | None = None) -> list[Tensor]:
+    """k and v (B, G, N, W, D), a learned query u (G, D) -> rows (B, G, N, D): sums weighted by the softmax of u . k / sqrt(D), plus the
     log of how many tokens each of the W stands for, size (B, N, W): 0 for none, None where all stand for as many."""
-    s = (exact(k) @ exact(u)[:, None, :, None])[..., 0] * k.shape[-1] ** -0.5               # (B, G, N, W)
-    w = (s if size is None else s + size[:, None].to(s.dtype).log()).softmax(-1)[..., None, :].type_as(v)
-    return (w @ k)[..., 0, :], (w @ v)[..., 0, :]
+    s = (exact(kv[0]) @ exact(u)[:, None, :, None])[..., 0] * u.shape[-1] ** -0.5           # (B, G, N, W)
+    w = (s if size is None else s + size[:, None].to(s.dtype).log()).softmax(-1)[..., None, :].type_as(kv[1])
+    return [(w @ t)[..., 0, :] for t in kv]
 
 
 # attention
@@ -122,28 +122,31 @@ def attend_units(q: Tensor, keys: list[tuple[Tensor, Tensor]], seen: list[Seen],
                  dropout: float = 0.0) -> Tensor:
     """q (B, H, T, D), keys: pairs of k and v (B, G, R, D), each with its Seen -> (B, H, T, D); a query that sees nothing gives 0.
     `name`: what is derived from `seen` is remembered under it, for the layers of a call."""
-    (B, H, T, D), L = q.shape, block
+    B, T, L = q.shape[0], q.shape[2], block
     N = -(-T // L)
     fill = N * L - T
 
     def make() -> tuple[list[Tensor | None], Tensor, Tensor]:
-        places, masks, sizes = [], [], []
+        places: list[Tensor | None] = []
+        masks, sizes = [], []
         for (k, _), see in zip(keys, seen):
             R = k.shape[2]
             lo, hi = (F.pad(t, (0, fill)).unflatten(1, (N, L)) for t in (see.lo, see.hi))                  # (B, N, L)
+            i = torch.arange(N * see.width if see.aligned else min(see.width, R) if see.width else R, device=q.device)
             if see.width and not see.aligned:
-                i = torch.where(lo < hi, lo, R).amin(-1)[..., None] + torch.arange(min(see.width, R), device=q.device)
+                i = torch.where(lo < hi, lo, R).amin(-1)[..., None] + i                                    # (B, N, W)
                 places.append(i)
             else:
-                i = torch.arange(N * see.width, device=q.device).view(1, N, -1) if see.width else torch.arange(R, device=q.device).view(1, 1, R)
-                i = i.expand(B, N, -1)
+                i = i.view(1, N if see.aligned else 1, -1).expand(B, N, -1)
                 places.append(None)
             masks.append((i[:, :, None] >= lo[..., None]) & (i[:, :, None] < hi[..., None]))               # (B, N, L, W)
-            size = see.size.gather(1, i.flatten(1).clamp(max=R - 1)).view_as(i) if isinstance(see.size, Tensor) else torch.full_like(i, see.size)
+            size = see.size
+            size = size.gather(1, i.flatten(1).clamp(max=R - 1)).view_as(i) if isinstance(size, Tensor) else torch.full_like(i, size)
             sizes.append(size.to(exact(q).dtype).clamp(min=1).log()[:, :, None])
         biased = any(isinstance(see.size, Tensor) or see.size > 1 for see in seen)
         mask = torch.cat(masks, -1).flatten(0, 1)[:, None]                                                 # (B N, 1, L, K)
-        return places, *opened(mask, torch.cat(sizes, -1).flatten(0, 1)[:, None] if biased else None, q.dtype)
+        bias = torch.cat(sizes, -1).flatten(0, 1)[:, None] if biased else None
+        return places, *opened(mask, bias, q.dtype)
 
     places, mask, empty = at.once(("units", name, q.dtype), make)
 
