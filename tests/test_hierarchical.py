@@ -129,6 +129,7 @@ def test_where_nothing_is_lost_it_is_full_attention(sizes, pos):
 
 
 def test_sentences_close_at_their_ends():
+    assert HierarchicalOptions(ends=1).ends == (1,)
     m = mixer(sentence=5, paragraph=2, ends=(1,), shortest=2)
     text = torch.tensor([[1, 1, 0, 0, 0, 0, 0, 1, 0, 1, 0, 0]])          # 1 1 | 0 0 0 0 0 | 1 0 1 | 0 0: the last stays open
     s, p = m.closing(Positions(1, 12, CPU, tokens=text), None)
