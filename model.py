@@ -139,7 +139,7 @@ class GPT(nn.Module):
         """What the head reads: (B, T, C). Its last column is all that the next token needs."""
         with torch.no_grad() if state else contextlib.nullcontext():
             B, T = tokens.shape
-            at = Positions(B, T, tokens.device, pos, *((state.length, state.past) if state else ()))
+            at = Positions(B, T, tokens.device, pos, state.length if state else None, state.past if state else 0, tokens)
             past = self.room(at, state)
             x = self.drop(self.embed(tokens, at))
             for i, block in enumerate(self.blocks):

@@ -25,7 +25,7 @@ def coerce(value: Any, hint: Any, name: str) -> Any:
             raise ValueError(f"{name}: unknown value {value!r}{nearest(value, get_args(hint))}")
         return value
     if get_origin(hint) is tuple:
-        return tuple(coerce(v, get_args(hint)[0], name) for v in ([value] if isinstance(value, str) else value))
+        return tuple(coerce(v, get_args(hint)[0], name) for v in (value if isinstance(value, (tuple, list)) else [value]))
     if hint is float and type(value) is int:
         return float(value)
     if hint is not Any and type(value) is not hint:

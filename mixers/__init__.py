@@ -17,6 +17,8 @@ from config import GPTConfig
 from config.check import nearest
 from mixers.attention import Attention
 from mixers.forgetting import Forgetting
+from mixers.hierarchical import Hierarchical
+from mixers.lowrank import LowRank
 from mixers.mixer import Mixer, Parallel
 from mixers.mla import MLA
 from mixers.nsa import NSA
@@ -25,6 +27,8 @@ from mixers.sparse import Sparse
 MIXERS: dict[str, type[Mixer]] = {
     "attention": Attention,
     "forgetting": Forgetting,
+    "hierarchical": Hierarchical,
+    "lowrank": LowRank,
     "mla": MLA,
     "nsa": NSA,
     "sparse": Sparse,

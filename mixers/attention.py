@@ -4,7 +4,7 @@ arXiv 2508.10925), an output gate (Qiu et al. 2025, arXiv 2505.06708; Qwen3-Next
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 import torch
@@ -34,6 +34,10 @@ class RotaryOptions:
         check_fields(self)
         check_range(self, "theta", above=0)
         check_range(self, "rotary", above=0)
+
+    def of(self, kind: type) -> dict[str, Any]:
+        """Those of them that the options `kind` have too."""
+        return {f.name: getattr(self, f.name) for f in fields(kind)}
 
 
 @dataclass(kw_only=True)
@@ -84,25 +88,29 @@ class Attention(Mixer):
             raise ValueError(f"layers: rotary={self.rotary} must be even, and at most head_dim={self.D}")
         if self.rope and self.rotary % 2:
             raise ValueError(f"layers: attention(rope=True) turns pairs of channels, and head_dim={self.D} is odd")
-        self.heads = [self.H, self.G, self.G] + [self.H] * options.gate                    # rows: all q, all k, all v, all gates
-        self.qkv = nn.Linear(cfg.n_embd, sum(self.heads) * self.D, bias=cfg.bias)
-        self.qkv.parts = [n * self.D for n in self.heads]   # type: ignore[assignment] # as many matrices to Muon
+        self.counts = [self.H, self.G, self.G] + [self.H] * options.gate                   # rows: all q, all k, all v, all gates
+        self.qkv = nn.Linear(cfg.n_embd, sum(self.counts) * self.D, bias=cfg.bias)
+        self.qkv.parts = [n * self.D for n in self.counts]   # type: ignore[assignment] # as many matrices to Muon
         self.out = nn.Linear(self.H * self.D, cfg.n_embd, bias=cfg.bias)
         self.sink_logit = nn.Parameter(torch.zeros(self.H)) if options.sink_logit else None
         if cfg.qk_norm:
             self.q_norm, self.k_norm = nn.RMSNorm(self.D, eps=cfg.norm_eps), nn.RMSNorm(self.D, eps=cfg.norm_eps)
 
     def forward(self, x: Tensor, at: Positions, state: dict[str, Tensor] | None = None) -> Tensor:
-        B, T, _ = x.shape
-        q, k, v, *gate = self.qkv(x).view(B, T, -1, self.D).transpose(1, 2).split(self.heads, 1)          # (B, H or G, T, D)
-        if self.cfg.qk_norm:       # in float32, which the rotation takes anyway
-            q, k = (F.rms_norm(t.float(), (self.D,), norm.weight.float(), norm.eps) for t, norm in ((q, self.q_norm), (k, self.k_norm)))
-        q, k = (t.type_as(v) for t in self.rotated(at, q, k))
+        q, k, v, *gate = self.heads(x, at)
         new = k, v, *self.beside(x)
         y = self.attend_keys(q, *new, at=at) if state is None else self.attend_past(q, new, at, tuple(state.values()))
         if gate:
             y = y * gate[0].sigmoid()
-        return self.out(y.transpose(1, 2).reshape(B, T, self.H * self.D))
+        return self.out(y.transpose(1, 2).reshape(*x.shape[:2], self.H * self.D))
+
+    def heads(self, x: Tensor, at: Positions) -> tuple[Tensor, ...]:
+        """x (B, T, C) -> q (B, H, T, D), k and v (B, G, T, D), normalised and rotated, and where there is a gate its (B, H, T, D)."""
+        q, k, v, *gate = self.qkv(x).view(*x.shape[:2], -1, self.D).transpose(1, 2).split(self.counts, 1)
+        if self.cfg.qk_norm:       # in float32, which the rotation takes anyway
+            q, k = (F.rms_norm(t.float(), (self.D,), norm.weight.float(), norm.eps) for t, norm in ((q, self.q_norm), (k, self.k_norm)))
+        q, k = (t.type_as(v) for t in self.rotated(at, q, k))
+        return q, k, v, *gate
 
     def rotated(self, at: Positions, *tensors: Tensor) -> tuple[Tensor, ...]:
         """Each (B, heads, T, D) with its first `rotary` channels turned."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
@@ -12,7 +12,7 @@ from config import GPTConfig
 from config.check import check_range
 from mixers.attention import Attention, AttentionOptions, RotaryOptions
 from ops.nsa import Sizes, compressed, exact, selected
-from ops.positions import Positions
+from ops.positions import Positions, lined_up, write
 
 
 @dataclass(kw_only=True)
@@ -63,8 +63,7 @@ class NSA(Attention):
     Options = NSAOptions  # type: ignore[assignment]
 
     def __init__(self, cfg: GPTConfig, options: NSAOptions):
-        told = {f.name: getattr(options, f.name) for f in fields(RotaryOptions)}
-        super().__init__(cfg, AttentionOptions(window=options.window, sinks=0, **told))
+        super().__init__(cfg, AttentionOptions(window=options.window, sinks=0, **options.of(RotaryOptions)))
         if cfg.position == "alibi" or cfg.attn_softcap or cfg.attn_dropout:
             raise ValueError("layers: nsa has no ALiBi, attn_softcap or attn_dropout; leave them off")
         self.sizes = Sizes(options.compress, options.stride, options.select, options.blocks)
@@ -169,19 +168,3 @@ class NSA(Attention):
 def rms(t: Tensor, norm: nn.RMSNorm) -> Tensor:
     """In float32, which the rotation takes anyway."""
     return F.rms_norm(t.float(), t.shape[-1:], norm.weight.float(), norm.eps)
-
-
-def write(slot: Tensor, *pairs: tuple[Tensor, Tensor]) -> None:
-    """Into each (B, G, slots, D) its new (B, G, T, D), at slot (B, T)."""
-    for kept, new in pairs:
-        kept.scatter_(2, slot[:, None, :, None].expand_as(new), new.to(kept.dtype))
-
-
-def lined_up(old: Tensor, new: Tensor, n: int, ring: int, before: Tensor, first: Tensor) -> Tensor:
-    """n slots for the past, in order, and new (B, G, T, D), so that a document that goes on lies in one piece: its `before`
-    (B,) positions, the last `ring` of which are in old, stand right in front of its first new token, at `first` (B,)."""
-    x = torch.arange(n + new.shape[2], device=new.device)
-    front = (n + first)[:, None]
-    index = torch.where(x < front, (x - front + before[:, None]) % ring, old.shape[2] + x - n)            # (B, n + T)
-    both = torch.cat([old.type_as(new), new], 2)
-    return both.gather(2, index[:, None, :, None].expand(-1, both.shape[1], -1, both.shape[3]))

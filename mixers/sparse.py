@@ -8,7 +8,7 @@ import ast
 import inspect
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -92,8 +92,8 @@ class Sparse(Attention):
         pattern = parse(options.pattern)
         first, window = pattern.bound()
         bounded = window < math.inf
-        heads = {f.name: getattr(options, f.name) for f in fields(HeadOptions)}
-        super().__init__(cfg, AttentionOptions(window=int(window) if bounded else 0, sinks=int(first) if bounded else 0, **heads))
+        window, first = (int(window), int(first)) if bounded else (0, 0)
+        super().__init__(cfg, AttentionOptions(window=window, sinks=first, **options.of(HeadOptions)))
         self.pattern = pattern
         kinds = len(pattern.kinds) if isinstance(pattern, Alternate) else 1
         if self.H % kinds:

@@ -28,10 +28,12 @@ def derived(method: Callable[[Positions], Tensor]) -> Any:
 
 class Positions:
     """pos (B, T) or None; length (B,): where the next token of each row stands (None: nothing came before);
-    past: a bound on length that the host knows, so that slicing the cache needs no answer from the device."""
+    past: a bound on length that the host knows, so that slicing the cache needs no answer from the device;
+    tokens (B, T): which they are, for mixers that find borders in the text."""
 
-    def __init__(self, B: int, T: int, device: torch.device, pos: Tensor | None = None, length: Tensor | None = None, past: int = 0):
-        self.given, self.past, self.memo = pos is not None, past, {}  # type: ignore[var-annotated]
+    def __init__(self, B: int, T: int, device: torch.device, pos: Tensor | None = None, length: Tensor | None = None, past: int = 0,
+                 tokens: Tensor | None = None):
+        self.given, self.past, self.tokens, self.memo = pos is not None, past, tokens, {}  # type: ignore[var-annotated]
         if pos is None:
             pos = torch.arange(T, device=device).expand(B, T)
             if length is not None:
@@ -150,3 +152,21 @@ def visible(q_pos: Tensor, k_pos: Tensor, q_doc: Tensor, k_doc: Tensor, window: 
     if window:
         see = see & ((q_pos - k_pos < window) | (k_pos < sinks))
     return see
+
+
+# states that keep what attention does not read as it lies
+
+def write(slot: Tensor, *pairs: tuple[Tensor, Tensor]) -> None:
+    """Into each (B, G, slots, D) its new (B, G, T, D), at slot (B, T)."""
+    for kept, new in pairs:
+        kept.scatter_(2, slot[:, None, :, None].expand_as(new), new.to(kept.dtype))
+
+
+def lined_up(old: Tensor, new: Tensor, n: int, ring: int, before: Tensor, first: Tensor) -> Tensor:
+    """n slots for the past, in order, and new (B, G, T, D), so that a document that goes on lies in one piece: its `before`
+    (B,) positions, the last `ring` of which are in old, stand right in front of its first new token, at `first` (B,)."""
+    x = torch.arange(n + new.shape[2], device=new.device)
+    front = (n + first)[:, None]
+    index = torch.where(x < front, (x - front + before[:, None]) % ring, old.shape[2] + x - n)            # (B, n + T)
+    both = torch.cat([old.type_as(new), new], 2)
+    return both.gather(2, index[:, None, :, None].expand(-1, both.shape[1], -1, both.shape[3]))

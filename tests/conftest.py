@@ -26,6 +26,9 @@ VARIANTS = {
     "sparse": ["sparse(pattern='first(3) | local(7)')", "sparse(pattern='fixed(8)')", "sparse(pattern='chunk(9)', rope=False)",
                "sparse(pattern='local(6) / strided(5) & local(30)')", "sparse(pattern='local_blocks(2, 4) | random_blocks(2, 4, seed=3)')",
                "sparse(pattern='first(3) | strided(7)', sink_logit=True, gate=True, theta=100.0)"],
+    "lowrank": ["lowrank(segment=5, rank=2)", "lowrank(segment=8, rank=3, rotary=4)", "lowrank(segment=1, rank=1)|attention(window=3)"],
+    "hierarchical": ["hierarchical(sentence=3, paragraph=2)", "hierarchical(sentence=4, paragraph=3, rope=False)|attention(window=3)",
+                     "hierarchical(sentence=2, paragraph=5)", "hierarchical(sentence=7, paragraph=2, ends=(1, 3, 5, 7, 9, 11, 60), shortest=2)"],
     "nsa": ["nsa(compress=4, stride=2, select=4, blocks=3, window=5)", "nsa(compress=5, stride=3, select=7, blocks=4, window=6, rotary=4)",
             "nsa(compress=8, stride=8, select=3, blocks=5, window=80)|attention(window=3)"],
 }

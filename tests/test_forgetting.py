@@ -55,7 +55,7 @@ def literal(m: Forgetting, x: torch.Tensor) -> torch.Tensor:
             decay = [gates[j + 1:t + 1, h].log().sum() - (alibi_slopes(m.H)[h] * (t - j) if m.cfg.position == "alibi" else 0) for j in range(first, t + 1)]
             w = (k[first:t + 1] @ q[t] / D**0.5 + torch.stack(decay)).exp()
             ys.append(w @ v[first:t + 1] / (w.sum() + (0 if m.sink_logit is None else m.sink_logit[h].double().exp())))
-        out.append(torch.stack(ys) * (rows[m.H + 2 * m.G + h].sigmoid() if len(m.heads) == 4 else 1))
+        out.append(torch.stack(ys) * (rows[m.H + 2 * m.G + h].sigmoid() if len(m.counts) == 4 else 1))
     return (torch.cat(out, 1) @ m.out.weight.double().T + (0 if m.out.bias is None else m.out.bias.double())).float()
 
 

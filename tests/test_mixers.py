@@ -109,7 +109,7 @@ def test_changing_a_token_changes_nothing_before_it(word):
 @pytest.mark.parametrize("word", words())
 def test_gradients_reach_every_parameter_in_training(word):
     model = tiny(layers=word, qk_norm=True, bias=True, norm="layernorm").train()
-    x = tokens(2, 50)
+    x = tokens(2, 150)                                         # past the longest unit of which a default word makes one row
     model(x, x.roll(-1, 1)).backward()
     assert all(p.grad is not None and p.grad.abs().sum() > 0 for n, p in model.named_parameters() if "norm.bias" not in n)
 
