@@ -17,7 +17,7 @@ from difflib import get_close_matches
 from importlib import metadata
 from itertools import dropwhile, takewhile
 from pathlib import Path
-from typing import Annotated, Any, NoReturn, TypeVar, get_args, get_type_hints
+from typing import Annotated, Any, NoReturn, TypeVar, get_args, get_origin, get_type_hints
 
 import tyro
 
@@ -103,7 +103,8 @@ def parse(cls: type[T], argv: list[str] | None = None, prog: str | None = None, 
 
 
 def split(argv: list[str], hints: dict[str, Any]) -> tuple[list[str], list[str]]:
-    """Presets, and flags as --name=value. `--flag`, `--no-flag`, and yes/no/on/off/1/0 become True and False."""
+    """Presets, and flags as --name=value. `--flag`, `--no-flag`, and yes/no/on/off/1/0 become True and False; a flag that may be given
+    several times takes all the values that follow it."""
     words, flags, rest = [], [], list(argv)
     while rest:
         arg = rest.pop(0)
@@ -130,6 +131,8 @@ def split(argv: list[str], hints: dict[str, Any]) -> tuple[list[str], list[str]]
         if value.lower() == "none" and type(None) in get_args(hints[name]) and str not in get_args(hints[name]):
             value = "None"
         flags.append(f"--{name}={value}")
+        while get_origin(hints[name]) is tuple and rest and not rest[0].startswith("-") and not rest[0].endswith(".py"):
+            flags.append(f"--{name}={rest.pop(0)}")
     return words, flags
 
 
