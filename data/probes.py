@@ -65,20 +65,21 @@ def selective_copying(rows: int, seed: int, T: int = 64, items: int = 8) -> tupl
     return placed(x, y)
 
 
-def needle(rows: int, seed: int, T: int = 128, questions: int = 4) -> tuple[Tensor, Tensor]:
-    """A needle in a haystack (Kamradt 2023, github.com/gkamradt/LLMTest_NeedleInAHaystack) of random tokens: a key and its value within
-    the first quarter; in the last quarter the key comes again, `questions` times, and its value is asked for. A haystack holds every
-    token but this key, so that nothing but the key tells which token is the value."""
+def needle(rows: int, seed: int, T: int = 128, needles: int = 4) -> tuple[Tensor, Tensor]:
+    """Needles in a haystack (Kamradt 2023, github.com/gkamradt/LLMTest_NeedleInAHaystack; several of them: Hsieh et al. 2024, RULER,
+    arXiv 2404.06654): within the first quarter keys with their values; in the last quarter each key twice more, where its value is
+    asked for; hay everywhere else. Hay is a quarter of the tokens, keys and values share the rest."""
+    hay, half = VOCAB // 4, VOCAB // 4 + 3 * VOCAB // 8
+    if 8 * needles > T:
+        raise ValueError(f"needle: {needles} needles need T of at least {8 * needles}")
     rng, quarter = np.random.default_rng([seed, 4]), T // 4
-    key, value = rng.integers(1, VOCAB, (2, rows, 1))
-    x, y = rng.integers(1, VOCAB - 1, (rows, T)), np.full((rows, T), IGNORE)
-    x += x >= key
-    value = np.where(value == key, value % (VOCAB - 1) + 1, value)
-    at, asked = rng.integers(0, quarter - 1, (rows, 1)), distinct(rng, rows, questions, T - quarter, T)
-    np.put_along_axis(x, at, key, 1)
-    np.put_along_axis(x, at + 1, value, 1)
-    np.put_along_axis(x, asked, np.broadcast_to(key, asked.shape), 1)
-    np.put_along_axis(y, asked, np.broadcast_to(value, asked.shape), 1)
+    keys, values = distinct(rng, rows, needles, hay, half), distinct(rng, rows, needles, half, VOCAB)
+    x, y = rng.integers(1, hay, (rows, T)), np.full((rows, T), IGNORE)
+    at, asked = 2 * distinct(rng, rows, needles, 0, quarter // 2), distinct(rng, rows, 2 * needles, T - quarter, T)
+    np.put_along_axis(x, at, keys, 1)
+    np.put_along_axis(x, at + 1, values, 1)
+    np.put_along_axis(x, asked, np.tile(keys, 2), 1)
+    np.put_along_axis(y, asked, np.tile(values, 2), 1)
     return placed(x, y)
 
 

@@ -100,7 +100,7 @@ def test_it_compares_and_does_nothing_twice(corpus, tmp_path, here, capsys):
     assert json.loads((tmp_path / "compare.json").read_text(encoding="utf-8"))["rows"] == json.loads(json.dumps(result["rows"]))
     assert not list(tmp_path.rglob("*.safetensors")) and all(w in out for w in WORDS)
     here.clear()
-    assert main(c)["rows"] == result["rows"] and not here
+    assert json.dumps(main(c)["rows"]) == json.dumps(result["rows"]) and not here
     main(settings(corpus, tmp_path, "--params=60k", "--tokens=1k", "--learning_rates", "1e-3", "--probe_steps=1", layers=["attention"]))
     assert not here
     main(settings(corpus, tmp_path, "--params=60k", "--tokens=2k", "--learning_rates", "1e-3", "--probe_steps=1", layers=["attention"]))
@@ -182,8 +182,7 @@ def answers(name, x):
             said = [v for v in x if v > 1]
             found.append(said[sum(v == 1 for v in x[:t])] if x[t] == 1 else None)
         else:
-            key = next(v for v in x[3 * T // 4:] if v in x[:T // 4] and x[3 * T // 4:].count(v) == max(map(x[3 * T // 4:].count, x)))
-            found.append(x[x.index(key) + 1] if t >= 3 * T // 4 and x[t] == key else None)
+            found.append(x[x.index(x[t]) + 1] if t >= 3 * T // 4 and x[t] >= VOCAB // 4 else None)
     return found
 
 
@@ -196,12 +195,11 @@ def test_the_answers_are_those_of_brute_force(name):
         assert x.shape == y.shape and x.dtype == y.dtype == torch.int64 and int(x.min()) >= 0 and int(max(x.max(), y.max())) < VOCAB
         assert torch.equal(x, again[0]) and torch.equal(y, again[1]) and not torch.equal(x, PROBES[name](6, 4, **{option: level})[0])
         for row, asked in zip(x.tolist(), y.tolist()):
-            if name == "needle" and level < 64:
-                key = row[next(i for i, v in enumerate(asked) if v != IGNORE)]     # few tokens: the key need not be the commonest
-                assert row[:level // 4].count(key) == 1 and {v for v in asked if v != IGNORE} == {row[row.index(key) + 1]}
-                assert all((v != IGNORE) == (row[t] == key and t >= 3 * level // 4) for t, v in enumerate(asked))
-            else:
-                assert [IGNORE if a is None else a for a in answers(name, row)] == asked, (name, level, row)
+            assert [IGNORE if a is None else a for a in answers(name, row)] == asked, (name, level, row)
+            if name == "needle":
+                assert sum(v != IGNORE for v in asked) == 8 and all(v < VOCAB // 4 for v in row[level // 4:3 * level // 4])
+            if name == "mqar":
+                assert sum(v != IGNORE for v in asked) == level
 
 
 def test_recall_is_measured_on_rows_that_training_never_draws():
@@ -216,7 +214,7 @@ def test_recall_is_measured_on_rows_that_training_never_draws():
         def forward(self, x):
             first = (x[:, :, None] == x[:, None, :]).int().argmax(-1)
             return torch.nn.functional.one_hot(x.gather(1, (first + 1).clamp(max=x.shape[1] - 1)), VOCAB).float()
-    assert accuracy(Knows(), "mqar", 28) == 1.0 and accuracy(Knows(), "induction", 32) == 1.0 and accuracy(Knows(), "needle", 128) > 0.3
+    assert accuracy(Knows(), "mqar", 28) == 1.0 and accuracy(Knows(), "induction", 32) == 1.0 and accuracy(Knows(), "needle", 128) == 1.0
     with pytest.raises(ValueError, match="unknown 'mkar': did you mean 'mqar'"):
         from tools.probes import main as probe
         probe(ProbesConfig(probes=("mkar",)))

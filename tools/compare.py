@@ -139,7 +139,8 @@ def parameters(cfg: GPTConfig) -> int:
 def solve(cfg: GPTConfig, target: int) -> GPTConfig:
     """`cfg` with the n_embd, n_head and n_inner that give it `target` parameters within 2 %. ValueError where none do."""
     step = cfg.head_dim or 8 * cfg.n_head
-    C, n, why, tried = step, 0, "", []
+    C, n, why = step, 0, ""
+    tried: list[tuple[GPTConfig, int, int]] = []          # shape, parameters, n_inner
     while n < target and C // step < 10_000:
         inner = cfg.n_inner and max(8, round(cfg.n_inner * C / cfg.n_embd / 8) * 8)
         try:
@@ -151,14 +152,14 @@ def solve(cfg: GPTConfig, target: int) -> GPTConfig:
                 raise
             continue
         n = sum(p.numel() for p in model.parameters())
-        tried.append((wide, n, model.blocks[0].mlp.down.in_features))  # type: ignore[union-attr,operator]
+        tried.append((wide, n, model.blocks[0].mlp.down.in_features))  # type: ignore[union-attr,operator,arg-type]
         C = max(C + step, int(C * (target / n) ** 0.5) // step * step)   # parameters grow at most as C^2: the target is not jumped over
-    best = None
+    best: tuple[float, GPTConfig] | None = None
     for wide, n, usual in tried[-2:]:                            # around the target, with the usual feed-forward
         per_8 = parameters(replace(wide, n_inner=usual + 8)) - n         # and linear in n_inner
-        inner = usual + 8 * round((target - n) / per_8)
-        if inner >= 8 and (best is None or abs(math.log(inner / usual)) < best[0]):
-            best = abs(math.log(inner / usual)), replace(wide, n_inner=inner)
+        met = usual + 8 * round((target - n) / per_8)
+        if met >= 8 and (best is None or abs(math.log(met / usual)) < best[0]):
+            best = abs(math.log(met / usual)), replace(wide, n_inner=met)
     if best is None:
         raise ValueError(f"no width gives {cfg.layers!r} {count(target)}parameters: {why or 'ask for more'}")
     if abs(parameters(best[1]) / target - 1) > AGREE:
@@ -277,7 +278,7 @@ def run(cfg: TrainConfig) -> Row:
     memory = [line["memory_gb"] for line in old_lines(out / "metrics.jsonl") if line.get("memory_gb")]
     return {"loss": sum(w * r["loss"] for w, r in found), "bits_per_byte": sum(bits) if len(bits) == len(found) else None,
             "tokens": done.tokens, "steps": done.iter, "seconds": curve[-1][1], "memory_gb": max(memory, default=None),
-            "curve": [point for point in curve if point[2] is not None]}
+            "curve": [list(point) for point in curve if point[2] is not None]}
 
 
 def timeline(lines: list[dict]) -> list[tuple[int, float, float | None]]:

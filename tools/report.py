@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from base64 import b64encode
 from collections.abc import Callable
+from functools import partial
 from html import escape
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,10 @@ def size(n: float | None) -> str:
     return "-" if n is None else next(f"{n / s:,.3g} {u}" for u, s in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3), ("B", 1)) if n >= s or s == 1)
 
 
+def inner(field: str, key: str, form: Callable[[Any], str], r: Row) -> str:
+    return form(r[field].get(key))
+
+
 def tables(result: Row) -> dict[str, Table]:
     """What is shown in the terminal and in the page; the lowest loss first."""
     rows = sorted(result["rows"], key=lambda r: math.inf if r["loss"] is None else r["loss"])
@@ -40,14 +45,16 @@ def tables(result: Row) -> dict[str, Table]:
             "bits per byte": lambda r: figure(r["bits_per_byte"], "{:.4f}"),
             "tokens": lambda r: "-" if r["tokens"] is None else count(r["tokens"]).strip(),
             "time": lambda r: "-" if r["seconds"] is None else duration(r["seconds"]),
-            **{("recall (MQAR)" if name == "mqar" else name): lambda r, name=name: figure(r["probes"].get(name), "{:.1%}")
+            **{("recall (MQAR)" if name == "mqar" else name): partial(inner, "probes", name, lambda v: figure(v, "{:.1%}"))
                for name in dict.fromkeys(name for r in rows for name in r["probes"])}},
         "cost": {
             "training tokens/s": lambda r: figure(r["tokens_per_s"], "{:,.0f}"),
             "peak GB": lambda r: figure(r["memory_gb"], "{:.2f}"),
-            **{f"decode tokens/s at {int(T):,}": lambda r, T=T: figure(r["decode_tokens_per_s"].get(T), "{:,.0f}") for T in contexts},
-            **{f"state at {int(T):,}": lambda r, T=T: size(r["state_bytes"].get(T)) for T in contexts}},
-        "loss at each learning rate (first seed)": {lr: lambda r, lr=lr: figure(r["sweep"].get(lr), "{:.4f}") for lr in rates}}
+            **{f"decode tokens/s at {int(T):,}": partial(inner, "decode_tokens_per_s", T, lambda v: figure(v, "{:,.0f}"))
+               for T in contexts},
+            **{f"state at {int(T):,}": partial(inner, "state_bytes", T, size) for T in contexts}},
+        "loss at each learning rate (first seed)": {
+            lr: partial(inner, "sweep", lr, lambda v: figure(v, "{:.4f}")) for lr in rates}}
     return {title: [["layers", *cells], *[[r["layers"], *[cell(r) for cell in cells.values()]] for r in rows]]
             for title, cells in columns.items()}
 
@@ -129,7 +136,7 @@ def show(config: TrainConfig, result: Row, out: Path) -> None:
         board = wandb.init(project=config.wandb_project, name=config.wandb_run_name or out.resolve().name, mode=mode, settings=settings,
                            config=result["settings"], reinit="create_new")
         for title, table in tables(result).items():
-            board.log({title.partition(" (")[0]: wandb.Table(columns=table[0], data=table[1:])})
+            board.log({title.partition(" (")[0]: wandb.Table(columns=[*table[0]], data=table[1:])})
         if (out / "compare.png").exists():
             board.log({"curves": wandb.Image(str(out / "compare.png"))})
         board.log({"page": wandb.Html((out / "compare.html").read_text(encoding="utf-8"))})
