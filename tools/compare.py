@@ -36,7 +36,7 @@ from engine.cli import Repeated, one_line_errors, parse
 @dataclass
 class CompareConfig(TrainConfig):
     """Trains each pattern of layers at equal parameters on the same data and reports loss, speed, memory and recall. Stopped, the same
-    command goes on. Also sets, whatever is said here: max_iters, eval_interval, log_interval, patience, init_from."""
+    command goes on. It has train.py's settings, but chooses eval_interval, log_interval, patience and init_from itself."""
 
     layers: Repeated[str] = ()  # type: ignore[assignment]
     """patterns of layers to compare, one after the other"""
@@ -266,7 +266,7 @@ def state_bytes(model: GPT, T: int) -> int:
 def run(cfg: TrainConfig) -> Row:
     """One run to its end, and its loss on the whole validation split; {"stopped": step} where it was interrupted."""
     out = Path(cfg.out_dir or "")
-    with quiet(out.with_suffix(".log")):
+    with quiet(out.with_name(f"{out.name}.log")):
         done = train(cfg)
         if done.iter < cfg.max_iters:
             return {"stopped": done.iter}
@@ -343,6 +343,8 @@ class Comparison:
         self.rates, self.contexts = config.learning_rates or RATES, config.contexts or CONTEXTS
         self.measured: dict[str, Row] = {}
         self.recalled: dict[str, Row] = {}
+        self.todo: list[str] = []
+        self.expected = self.spent = 0.0
         self.runs: dict[str, dict[tuple[float, int], Row]] = {word: {} for word in config.layers}
 
     def per_step(self) -> int:
@@ -399,6 +401,7 @@ class Comparison:
                 for path in [*out.glob("step_*"), out / "latest", out / "best"]:
                     shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
             self.todo.remove(word)
+            self.expected, self.spent = self.expected + self.seconds(word), self.spent + time.perf_counter() - started
             said = f"loss {found['loss']:.4f}" if "loss" in found else "failed"
             say(f"[{self.total - len(self.todo)}/{self.total}] {word}, learning rate {lr:g}, seed {seed}: {said}, "
                 f"{duration(time.perf_counter() - started)}; {self.left()} left")
@@ -408,7 +411,8 @@ class Comparison:
         self.write()
 
     def left(self) -> str:
-        return f"about {duration(sum(map(self.seconds, self.todo)))}"
+        """By the speeds measured, corrected by what the runs so far have taken."""
+        return f"about {duration(sum(map(self.seconds, self.todo)) * (self.spent / self.expected if self.expected else 1))}"
 
     def all(self) -> None:
         c = self.config

@@ -133,15 +133,15 @@ def show(config: TrainConfig, result: Row, out: Path) -> None:
         mode: Any = wandb.setup(settings).settings.mode if config.wandb_mode == "auto" else config.wandb_mode
         if mode == "online" and not wandb.login(prompt=False, verify=False):
             mode = "offline"
-        board = wandb.init(project=config.wandb_project, name=config.wandb_run_name or out.resolve().name, mode=mode, settings=settings,
-                           config=result["settings"], reinit="create_new")
-        for title, table in tables(result).items():
-            board.log({title.partition(" (")[0]: wandb.Table(columns=[*table[0]], data=table[1:])})
-        if (out / "compare.png").exists():
-            board.log({"curves": wandb.Image(str(out / "compare.png"))})
-        board.log({"page": wandb.Html((out / "compare.html").read_text(encoding="utf-8"))})
-        board.finish()
-        say(f"wandb: {board.url or 'offline; to upload it: wandb sync ' + str(Path(board.dir).parent)}")
+        name = config.wandb_run_name or out.resolve().name
+        with wandb.init(project=config.wandb_project, name=name, mode=mode, settings=settings, config=result["settings"],
+                        reinit="create_new") as board:
+            for title, table in tables(result).items():
+                board.log({title.partition(" (")[0]: wandb.Table(columns=[*table[0]], data=table[1:])})
+            if (out / "compare.png").exists():
+                board.log({"curves": wandb.Image(str(out / "compare.png"))})
+            board.log({"page": wandb.Html((out / "compare.html").read_text(encoding="utf-8"))})
+        say(f"wandb: {board.url if mode == 'online' else 'offline; to upload it: wandb sync ' + str(Path(board.dir).parent)}")
     except ImportError:
         say("wandb is not installed, so there is no dashboard: pip install wandb")
     except Exception as e:
