@@ -20,6 +20,7 @@ import re
 import shutil
 import signal
 import sys
+import threading
 import time
 import traceback
 from collections.abc import Callable
@@ -107,7 +108,7 @@ from engine.checkpoint import find_step, load_model
 from engine.device import keep_memory, pick_device
 from engine.log import count, duration, old_lines, say
 from eval import EvalConfig, evaluate
-from mixers import parse as parse_words
+from mixers import pattern
 from model import GPT
 from tools.probes import PROBES, ProbesConfig, learn
 from tools.report import draw, page, report, show
@@ -173,9 +174,9 @@ def shapes(config: CompareConfig, vocab_size: int) -> dict[str, TrainConfig]:
     if not config.layers:
         raise ValueError('nothing to compare: --layers attention "attention(window=64)"')
     base = {f.name: getattr(config, f.name) for f in fields(TrainConfig)} | {"vocab_size": config.vocab_size or vocab_size}
-    for word in config.layers:
-        parse_words(word)
     each = {word: TrainConfig(**{**base, "layers": word}) for word in config.layers}
+    for cfg in each.values():
+        pattern(cfg)
     target = amount(config.params, "params") if config.params else parameters(next(iter(each.values())).model())
     solved = {word: solve(cfg.model(), target) for word, cfg in each.items()}
     return {word: replace(each[word], n_embd=s.n_embd, n_head=s.n_head, n_inner=s.n_inner) for word, s in solved.items()}
@@ -438,14 +439,14 @@ class Comparison:
         """What is known of a pattern: means over the seeds at its best learning rate."""
         c, cfg, lr, measured = self.config, self.shapes[word], self.best(word), self.measured.get(word, {})
         runs = [r for (at, _), r in sorted(self.runs[word].items()) if at == lr and "loss" in r]
+        sweep = {f"{at:g}": r.get("loss") for (at, seed), r in sorted(self.runs[word].items()) if seed == c.seed}
         of = lambda key: [r[key] for r in runs if r[key] is not None]
         average = lambda key: mean(of(key)) if of(key) else None
         total, embeddings = parameters(cfg.model()), cfg.vocab_size * cfg.n_embd * (1 if cfg.tie_embeddings else 2)
         return {
             "layers": word, "parameters": total, "without_embedding": total - embeddings, "n_embd": cfg.n_embd, "n_head": cfg.n_head,
             "n_inner": cfg.n_inner, "learning_rate": lr,
-            "edge": len(self.rates) > 1 and lr in (min(self.rates), max(self.rates)),
-            "sweep": {f"{at:g}": r.get("loss") for (at, seed), r in sorted(self.runs[word].items()) if seed == c.seed},
+            "edge": len(sweep) == len(self.rates) > 1 and lr in (min(self.rates), max(self.rates)), "sweep": sweep,
             "losses": of("loss"), "loss": average("loss"), "loss_spread": stdev(of("loss")) if len(runs) > 1 else None,
             "bits_per_byte": average("bits_per_byte"), "tokens": average("tokens"), "seconds": average("seconds"),
             "tokens_per_s": sum(of("tokens")) / sum(of("seconds")) if runs else measured.get("tokens_per_s"),
@@ -476,8 +477,11 @@ def interrupt(number: int, frame: object) -> None:
 
 def main(config: CompareConfig) -> Row:
     keep_memory()
+    for word in config.layers:                       # before a corpus is prepared
+        pattern(GPTConfig(**{**config.model_fields(), "layers": word}))
     comparison, stopped = Comparison(config), False
-    before = signal.signal(signal.SIGTERM, interrupt)
+    main_thread = threading.current_thread() is threading.main_thread()     # elsewhere Python has no handlers
+    before = signal.signal(signal.SIGTERM, interrupt) if main_thread else None
     try:
         comparison.all()
     except KeyboardInterrupt:
@@ -485,7 +489,8 @@ def main(config: CompareConfig) -> Row:
             raise
         stopped = True
     finally:
-        signal.signal(signal.SIGTERM, before)
+        if main_thread:
+            signal.signal(signal.SIGTERM, before)
     result = {**comparison.write(), "stopped": stopped}
     print(f"\n{report(result)}\n")
     if config.wandb_log and config.wandb_mode != "disabled" and not stopped:

@@ -63,12 +63,15 @@ def notes(result: Row) -> list[str]:
     """What the figures mean, and what is to be doubted."""
     spread = "± is the standard deviation over seeds" if result["seeds"] > 1 else "one seed: differences may be chance (--seeds)"
     edge = [r["layers"] for r in result["rows"] if r["edge"]]
+    asked = 60 * (result["settings"]["minutes"] or 0)
+    other = [r["layers"] for r in result["rows"] if asked and r["seconds"] and abs(r["seconds"] / asked - 1) > 0.1]
     return [
         f"equal {result['equal']} of {result['dataset']}, the same in the same order; {spread}",
         f"{result['device']}, torch {result['torch']}",
         "parameters: all, embedding and head too; loss in nats a token, as bits per byte, over the whole validation split",
         "peak: of tensors on a GPU, else of the whole process; decoding and state: one row, float32, eager",
         *(["* the lowest or highest learning rate of those tried was best, another may be better: " + ", ".join(edge)] if edge else []),
+        *([f"not as fast as measured before, the time is off by more than 10 %: {', '.join(other)}"] if other else []),
         *[f"{r['layers']}: {why}" for r in result["rows"] for why in r["failed"]]]
 
 
