@@ -19,6 +19,7 @@ from mixers.attention import Attention
 from mixers.forgetting import Forgetting
 from mixers.hierarchical import Hierarchical
 from mixers.lowrank import LowRank
+from mixers.mamba import Mamba
 from mixers.mixer import Mixer, Parallel
 from mixers.mla import MLA
 from mixers.nsa import NSA
@@ -29,6 +30,7 @@ MIXERS: dict[str, type[Mixer]] = {
     "forgetting": Forgetting,
     "hierarchical": Hierarchical,
     "lowrank": LowRank,
+    "mamba": Mamba,
     "mla": MLA,
     "nsa": NSA,
     "sparse": Sparse,
