@@ -20,6 +20,7 @@ from mixers.forgetting import Forgetting
 from mixers.hierarchical import Hierarchical
 from mixers.lowrank import LowRank
 from mixers.mamba import Mamba
+from mixers.mamba2 import Mamba2
 from mixers.mixer import Mixer, Parallel
 from mixers.mla import MLA
 from mixers.nsa import NSA
@@ -31,6 +32,7 @@ MIXERS: dict[str, type[Mixer]] = {
     "hierarchical": Hierarchical,
     "lowrank": LowRank,
     "mamba": Mamba,
+    "mamba2": Mamba2,
     "mla": MLA,
     "nsa": NSA,
     "sparse": Sparse,

@@ -3,8 +3,8 @@ readout are functions of the token.
 
     h_t = exp(dt_t A) h_(t-1) + (dt_t x_t) B_t,    y_t = C_t h_t
 
-x, dt (B, T, E), dt >= 0; A (E, N), < 0; B, C (B, T, N) -> y (B, T, E) and the last h (B, N, E), all float32. With dt >= 0 and A < 0
-no exponent is positive.
+x, dt (B, T, E), dt >= 0; A (E, N), < 0; B, C (B, T, N) -> y (B, T, E) and the last h (B, N, E), both float32 (or more, as x). With
+dt >= 0 and A < 0 no exponent is positive.
 """
 
 from __future__ import annotations
@@ -21,11 +21,12 @@ WIDE = 2**19        # numbers of states that a block has at most, where it can: 
 def scan(x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, at: Positions, h: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """The shapes above, any dtype; h (B, N, E): the state before (None: zeros). Padding neither decays nor adds, and a document
     begins with an empty state. Gradients of everything, h included."""
-    x, dt, A, B, C = (t.float() for t in (x, dt, A, B, C))
-    h = x.new_zeros(x.shape[0], A.shape[1], x.shape[2]) if h is None else h.float()
+    dtype = torch.promote_types(x.dtype, torch.float32)
+    x, dt, A, B, C = (t.to(dtype) for t in (x, dt, A, B, C))
+    h = x.new_zeros(x.shape[0], A.shape[1], x.shape[2]) if h is None else h.to(dtype)
     keep = None
     if at.given:
-        dt, keep = dt.masked_fill((at.pos < 0)[..., None], 0), (at.pos != 0).float()
+        dt, keep = dt.masked_fill((at.pos < 0)[..., None], 0), (at.pos != 0).to(dtype)
     if x.shape[1] == 1:
         return naive(x, dt, A, B, C, keep, h)
     y, last, _ = blocked(x, dt, A, B, C, keep, h)
@@ -93,7 +94,7 @@ def blocked_backward(gy: Tensor, gh: Tensor, x: Tensor, dt: Tensor, A: Tensor, B
                      starts: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Gradients of x, dt, A, B, C and h from those of y and of the last state. g_t = C_t gy_t + a_(t+1) g_(t+1) is the same recurrence
     backwards, and a's own gradient is g_t h_(t-1)."""
-    (R, T, E), N = x.shape, A.shape[1]
+    (R, _, E), N = x.shape, A.shape[1]
     A, many = A.mT.contiguous(), rows_at_once(x, N)
     gx, gdt, gB, gC, first = (torch.empty_like(t) for t in (x, dt, B, C, gh))
     gA, work = torch.zeros_like(A), x.new_empty(2, many, BLOCK, N, E)
