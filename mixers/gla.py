@@ -69,7 +69,7 @@ class GLA(Fading):
             q = q.float() * self.K**-0.5
             log_decay = F.logsigmoid(self.decay_out(self.decay_in(x)).float()) / self.root                 # (B, T, G K)
             log_decay = log_decay.unflatten(-1, (self.G, self.K)).transpose(1, 2)
-        y = self.read(q, k, v, log_decay, at, state and state["h"])
+        y = self.read(q, k, v, log_decay, at, state)
         y = self.normed(self.joined(y)) if self.lightning else self.joined(self.normed(y))
         return self.out((gate.sigmoid() if self.lightning else F.silu(gate)) * y.type_as(x))
 

@@ -55,11 +55,12 @@ class Fading(Mixer):
         q, k, v, *gate = self.qkv(x).split(self.rows, -1)
         return [t.unflatten(-1, (-1, n)).transpose(1, 2) for t, n in ((q, self.K), (k, self.K), (v, self.V))] + gate
 
-    def read(self, q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor | None, at: Positions, h: Tensor | None) -> Tensor:
-        """-> (B, H, T, V) in float32; h, part of a state, goes on."""
-        y, new = recurrence(q, k, v, log_decay, at, h=h)
-        if h is not None:
-            h.copy_(new)
+    def read(self, q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor | None, at: Positions, state: dict[str, Tensor] | None,
+             name: str = "h") -> Tensor:
+        """-> (B, H, T, V) in float32; where there is a state, that of this name goes on."""
+        y, h = recurrence(q, k, v, log_decay, at, h=None if state is None else state[name])
+        if state is not None:
+            state[name].copy_(h)
         return y
 
     def joined(self, y: Tensor) -> Tensor:
@@ -98,12 +99,12 @@ class Linear(Fading):
         q, k = self.phi(q.float()) * self.K**-0.5, self.phi(k.float())
         z = None
         if self.normalize:
-            z = self.read(q, k, v.new_ones(*v.shape[:3], 1), None, at, state and state["z"]) + EPS         # (B, H, T, 1)
+            z = self.read(q, k, v.new_ones(*v.shape[:3], 1), None, at, state, "z") + EPS         # (B, H, T, 1)
         if self.rope:
             pos = at.pos[:1] if at.plain else at.pos     # plain rows are alike
             cos, sin = at.once(("rope", self.K, self.cfg.rope_theta), lambda: rope_table(pos, self.K, self.cfg.rope_theta))
             q, k = (rotate(t, cos, sin, self.cfg.rope_layout) for t in (q, k))
-        y = self.read(q, k, v, None, at, state and state["h"])
+        y = self.read(q, k, v, None, at, state)
         y = F.rms_norm(y, (self.V,), eps=self.cfg.norm_eps) if z is None else y / z
         return self.out(self.joined(y).type_as(x))
 

@@ -50,7 +50,7 @@ class Retention(Fading):
             cos, sin = at.once(("retention", self.K, self.cfg.rope_theta), lambda: self.table(at))
             q, k = (rotate(t, cos, sin, "interleaved") for t in (q, k))
         log_decay = at.once(("retention", self.G), lambda: torch.log1p(-torch.exp2(-5.0 - torch.arange(self.G, device=x.device))))
-        y = self.read(q.float() * self.K**-0.5, k, v, log_decay, at, state and state["h"])
+        y = self.read(q.float() * self.K**-0.5, k, v, log_decay, at, state)
         y = F.layer_norm(y, (self.V,), eps=self.cfg.norm_eps)
         return self.out(F.silu(gate) * self.joined(y).type_as(x))
 
