@@ -217,7 +217,7 @@ def test_inductors_gradients_are_eager_s(word, pos):
         y = y if pos is None else y * (pos >= 0)[..., None]
         loss(y).backward()
         found.append([y.detach(), z.grad, *(p.grad.clone() for p in mixer.parameters())])
-    for got, want in zip(*found):
+    for want, got in zip(*found):
         near(got, want)
 
 

@@ -1,5 +1,5 @@
-"""config/python_code.py as Jamba (arXiv 2403.19887) mixes: one layer of eight is attention, in the middle, and nothing else tells positions.
-Its experts are not here."""
+"""config/python_code.py as Jamba (arXiv 2403.19887) mixes: one layer of eight is attention, and nothing else tells positions. Its
+experts are not here."""
 
 from config.python_code import *
 
