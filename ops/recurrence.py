@@ -22,8 +22,8 @@ BLOCK = 4         # where decays go by channel: tokens whose pairs are taken one
 ROWS = 12288      # rows times heads times tokens at once: what a backward pass holds, and a processor's cache
 
 
-def recurrence(q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor | None, at: Positions, bonus: Tensor | None = None, h: Tensor | None = None,
-               backend: str = "chunked") -> tuple[Tensor, Tensor]:
+def recurrence(q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor | None, at: Positions, bonus: Tensor | None = None,
+               h: Tensor | None = None, backend: str = "chunked") -> tuple[Tensor, Tensor]:
     """q, k (B, H, T, K), v (B, H, T, V) -> y (B, H, T, V) and the last h (B, H, K, V), both float32, whatever autocast says.
 
     log_decay, finite and <= 0: (B, H, T), by channel (B, H, T, K), a head's constant (H,), or None for no decay. bonus (H, K).
@@ -110,7 +110,7 @@ def several(q: Tensor, k: Tensor, v: Tensor, a: Tensor, u: Tensor | None, start:
 
 
 def alike(q: Tensor, k: Tensor, a: Tensor, late: int) -> Tensor:
-    """q, k (..., n, K), a (..., n, 1) -> q_i . k_j exp(a_(j+1) + ... + a_(i-late)): (..., n, n), which means something for j <= i - late."""
+    """q, k (..., n, K), a (..., n, 1) -> q_i . k_j exp(a_(j+1) + ... + a_(i-late)): (..., n, n), of meaning for j <= i - late."""
     n = a.shape[-2]
     return (ones(n, a).tril(-late) @ (a * ones(n, a).tril(-1))).exp() * (q @ k.mT)
 
