@@ -71,8 +71,8 @@ def chunked(q: Tensor, k: Tensor, v: Tensor, a: Tensor, u: Tensor | None, start:
     while n >= 2 * max(T, BLOCK):
         n //= 2
     ends = -T % n                                          # tokens that neither decay nor add
-    if ends:
-        q, k, v, a = (F.pad(t, (0, 0, 0, ends)) for t in (q, k, v, a))
+    if ends:                                               # cat: of F.pad here, inductor (torch 2.13, CPU) makes gradients that are garbage
+        q, k, v, a = (torch.cat([t, t.new_zeros(*t.shape[:3], ends, t.shape[4])], 3) for t in (q, k, v, a))
         start = None if start is None else F.pad(start, (0, ends))
     size = max(1, ROWS // (B * v.shape[1] * max(q.shape[2], v.shape[2]) * n)) * n
     starts = [None] * -(-v.shape[3] // size) if start is None else start.split(size, 1)
