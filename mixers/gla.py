@@ -64,7 +64,7 @@ class GLA(Fading):
         q, k, v, gate = self.heads(x)
         if self.lightning:
             q, k, v = (F.silu(t) for t in (q, k, v))
-            log_decay = at.once(("lightning", self.G, self.slope), lambda: -self.slope * torch.tensor(alibi_slopes(self.G), device=x.device))
+            log_decay = -self.slope * at.once(("lightning", self.G), lambda: torch.tensor(alibi_slopes(self.G), device=x.device))
         else:
             q = q.float() * self.K**-0.5
             log_decay = F.logsigmoid(self.decay_out(self.decay_in(x)).float()) / self.root                 # (B, T, G K)

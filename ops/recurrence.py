@@ -22,8 +22,8 @@ BLOCK = 4         # where decays go by channel: tokens whose pairs are taken one
 ROWS = 12288      # rows times heads times tokens at once: what a backward pass holds, and a processor's cache
 
 
-def recurrence(q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor | None, at: Positions, bonus: Tensor | None = None, h: Tensor | None = None,
-               backend: str = "chunked") -> tuple[Tensor, Tensor]:
+def recurrence(q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor | None, at: Positions, bonus: Tensor | None = None,
+               h: Tensor | None = None, backend: str = "chunked") -> tuple[Tensor, Tensor]:
     """q, k (B, H, T, K), v (B, H, T, V) -> y (B, H, T, V) and the last h (B, H, K, V), both float32, whatever autocast says.
 
     log_decay, finite and <= 0: (B, H, T), by channel (B, H, T, K), a head's constant (H,), or None for no decay. bonus (H, K).
@@ -71,7 +71,7 @@ def chunked(q: Tensor, k: Tensor, v: Tensor, a: Tensor, u: Tensor | None, start:
     while n >= 2 * max(T, BLOCK):
         n //= 2
     ends = -T % n                                          # tokens that neither decay nor add
-    if ends:                                               # not by F.pad, of which inductor (torch 2.13, CPU) makes wrong gradients of a
+    if ends:                                               # cat: of F.pad here, inductor (torch 2.13, CPU) makes gradients that are garbage
         q, k, v, a = (torch.cat([t, t.new_zeros(*t.shape[:3], ends, t.shape[4])], 3) for t in (q, k, v, a))
         start = None if start is None else F.pad(start, (0, ends))
     size = max(1, ROWS // (B * v.shape[1] * max(q.shape[2], v.shape[2]) * n)) * n
@@ -110,7 +110,7 @@ def several(q: Tensor, k: Tensor, v: Tensor, a: Tensor, u: Tensor | None, start:
 
 
 def alike(q: Tensor, k: Tensor, a: Tensor, late: int) -> Tensor:
-    """q, k (..., n, K), a (..., n, 1) -> q_i . k_j exp(a_(j+1) + ... + a_(i-late)): (..., n, n), which means something for j <= i - late."""
+    """q, k (..., n, K), a (..., n, 1) -> q_i . k_j exp(a_(j+1) + ... + a_(i-late)): (..., n, n), of meaning for j <= i - late."""
     n = a.shape[-2]
     return (ones(n, a).tril(-late) @ (a * ones(n, a).tril(-1))).exp() * (q @ k.mT)
 

@@ -241,6 +241,6 @@ def test_equals_flash_linear_attentions_naive_forms(op):
     sides = []
     for out, state in ((got, last), (y, last_)):
         loss = (out * torch.arange(out.numel()).view_as(out).sin()).sum() + (state.sin().sum() if state.requires_grad else 0)
-        grads = torch.autograd.grad(loss, [t for t in (q, k, v, a, h)], allow_unused=True)
+        grads = torch.autograd.grad(loss, (q, k, v, a, h), allow_unused=True)
         sides.append([out.detach(), state.detach(), *(torch.zeros(1) if g is None else g for g in grads)])
     assert_same(*sides, 1e-5)
