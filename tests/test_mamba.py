@@ -204,6 +204,7 @@ def test_the_state_does_not_grow_and_the_recurrent_part_is_float32(word, numbers
         assert state["h"].dtype == torch.float32 and state["conv"].dtype == torch.bfloat16
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("word", ["mamba(norms=True)", "mamba2(n_groups=2, head_dim=8)"])
 @pytest.mark.parametrize("pos", [None, PACKED], ids=["plain", "packed"])
 def test_inductors_gradients_are_eager_s(word, pos):
