@@ -17,20 +17,30 @@ from config import GPTConfig
 from config.check import nearest
 from mixers.attention import Attention
 from mixers.forgetting import Forgetting
+from mixers.gla import GLA
 from mixers.hierarchical import Hierarchical
+from mixers.linear import Linear
 from mixers.lowrank import LowRank
+from mixers.mamba import Mamba
+from mixers.mamba2 import Mamba2
 from mixers.mixer import Mixer, Parallel
 from mixers.mla import MLA
 from mixers.nsa import NSA
+from mixers.retention import Retention
 from mixers.sparse import Sparse
 
 MIXERS: dict[str, type[Mixer]] = {
     "attention": Attention,
     "forgetting": Forgetting,
+    "gla": GLA,
     "hierarchical": Hierarchical,
+    "linear": Linear,
     "lowrank": LowRank,
+    "mamba": Mamba,
+    "mamba2": Mamba2,
     "mla": MLA,
     "nsa": NSA,
+    "retention": Retention,
     "sparse": Sparse,
 }
 
