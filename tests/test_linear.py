@@ -110,7 +110,7 @@ def test_it_is_the_formula_forward_backward_and_in_pieces(word, pos, G):
         sides.append({"y": y.detach(), "x": z.grad, **{n: p.grad.clone() for n, p in m.named_parameters()}})
     want, got = sides
     for n, t in want.items():
-        assert (got[n] - t).abs().max() < 3e-5 * max(1, t.abs().max()), n
+        assert (got[n] - t).abs().max() < 1e-4 * max(1, t.abs().max()), n
     for pieces in ([13, 1, 1, 55], [1] * 70):
         state, length, past, out = m.init_state(3, 70, torch.float32, CPU), torch.zeros(3, dtype=torch.long), 0, []
         for n in pieces:
@@ -149,6 +149,7 @@ def test_retention_in_its_three_forms_is_yet_another_retnet_s(form):
     """Its MultiScaleRetention has the paper's decays for 5 heads alone, and values as wide as keys."""
     if importlib.util.find_spec("yet_another_retnet") is None:
         pytest.skip("pip install --no-deps yet-another-retnet")
+    pytest.importorskip("einops")
     from yet_another_retnet.retention import MultiScaleRetention
     m, x = made("retention(expand_v=1)", n_embd=40, n_head=5, head_dim=8), torch.randn(2, 70, 40)
     theirs = MultiScaleRetention(40, 5, group_norm_eps=1e-6, bias=False)
