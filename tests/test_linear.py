@@ -93,7 +93,8 @@ WORDS = ["linear", "linear(rope=False)", "linear(feature='silu', normalize=False
 @pytest.mark.parametrize("pos", [None, PACKED], ids=["plain", "packed"])
 @pytest.mark.parametrize("word", WORDS)
 def test_it_is_the_formula_forward_backward_and_in_pieces(word, pos, G):
-    m, x = made(word, n_kv_head=G, bias=True, norm_eps=1e-3), torch.randn(3, 70, 48, generator=torch.Generator().manual_seed(1))
+    # eps: the norm of a first token, which sees itself alone, may be of next to nothing
+    m, x = made(word, n_kv_head=G, bias=True, norm_eps=0.1), torch.randn(3, 70, 48, generator=torch.Generator().manual_seed(1))
     sides = []
     for slow in (True, False):
         m.zero_grad()
@@ -110,7 +111,7 @@ def test_it_is_the_formula_forward_backward_and_in_pieces(word, pos, G):
         sides.append({"y": y.detach(), "x": z.grad, **{n: p.grad.clone() for n, p in m.named_parameters()}})
     want, got = sides
     for n, t in want.items():
-        assert (got[n] - t).abs().max() < 1e-4 * max(1, t.abs().max()), n
+        assert (got[n] - t).abs().max() < 3e-5 * max(1, t.abs().max()), n
     for pieces in ([13, 1, 1, 55], [1] * 70):
         state, length, past, out = m.init_state(3, 70, torch.float32, CPU), torch.zeros(3, dtype=torch.long), 0, []
         for n in pieces:
