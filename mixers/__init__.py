@@ -16,8 +16,11 @@ from typing import Any
 from config import GPTConfig
 from config.check import nearest
 from mixers.attention import Attention
+from mixers.deltanet import DeltaNet
 from mixers.forgetting import Forgetting
+from mixers.gated_deltanet import GatedDeltaNet
 from mixers.hierarchical import Hierarchical
+from mixers.kda import KDA
 from mixers.lowrank import LowRank
 from mixers.mixer import Mixer, Parallel
 from mixers.mla import MLA
@@ -26,8 +29,11 @@ from mixers.sparse import Sparse
 
 MIXERS: dict[str, type[Mixer]] = {
     "attention": Attention,
+    "deltanet": DeltaNet,
     "forgetting": Forgetting,
+    "gated_deltanet": GatedDeltaNet,
     "hierarchical": Hierarchical,
+    "kda": KDA,
     "lowrank": LowRank,
     "mla": MLA,
     "nsa": NSA,

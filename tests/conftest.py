@@ -29,6 +29,9 @@ VARIANTS = {
     "lowrank": ["lowrank(segment=5, rank=2)", "lowrank(segment=8, rank=3, rotary=4)", "lowrank(segment=1, rank=1)|attention(window=3)"],
     "hierarchical": ["hierarchical(sentence=3, paragraph=2)", "hierarchical(sentence=4, paragraph=3, rope=False)|attention(window=3)",
                      "hierarchical(sentence=2, paragraph=5)", "hierarchical(sentence=7, paragraph=2, ends=(1, 3, 5, 7, 9, 11, 60), shortest=2)"],
+    "deltanet": ["deltanet(heads=6, key_heads=3, key_dim=5, value_dim=7, conv=3, negative=True)"],
+    "gated_deltanet": ["gated_deltanet(key_heads=2, value_dim=12)", "gated_deltanet(conv=1)|attention(window=3)"],
+    "kda": ["kda(heads=2, key_heads=1, key_dim=12)", "kda(negative=True) attention(gate=True, rope=False)"],
     "nsa": ["nsa(compress=4, stride=2, select=4, blocks=3, window=5)", "nsa(compress=5, stride=3, select=7, blocks=4, window=6, rotary=4)",
             "nsa(compress=8, stride=8, select=3, blocks=5, window=80)|attention(window=3)"],
 }
