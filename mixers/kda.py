@@ -21,7 +21,8 @@ class KDA(DeltaNet):
         self.A_log, self.dt_bias = decay_start(self.H, self.H * self.K, 1)
 
     def log_decay(self, x: Tensor) -> Tensor:
-        return -self.A_log.float().exp()[:, None, None] * heads(F.softplus(self.f_up(self.f_down(x)).float() + self.dt_bias.float()), self.H)
+        steps = F.softplus(self.f_up(self.f_down(x)).float() + self.dt_bias.float())     # (B, T, H K)
+        return -self.A_log.float().exp()[:, None, None] * heads(steps, self.H)
 
     def gate(self, x: Tensor) -> Tensor:
         return self.g_up(self.g_down(x)).float().sigmoid()

@@ -16,8 +16,9 @@ for u as a function of h_0; what is left for a loop are two products a chunk. No
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -32,9 +33,10 @@ SEGMENT = 1024       # tokens whose intermediate results are held at once; in tr
 
 def delta_rule(q: Tensor, k: Tensor, v: Tensor, beta: Tensor, log_decay: Tensor | None, at: Positions, h: Tensor | None = None,
                backend: str = "chunked") -> tuple[Tensor, Tensor]:
-    """q, k (B, G, T, K), v (B, H, T, V), beta (B, H, T), H a multiple of G (value heads i H/G .. share keys), log_decay <= 0 (B, H, T),
-    or (B, H, T, K) by channel, or None; h (B, H, K, V), the state before the first token (None: zeros) -> y (B, H, T, V) and the state
-    after the last, both float32 at least. A document begins with h = 0; padding leaves h as it was. ValueError where H is no multiple of G."""
+    """q, k (B, G, T, K), v (B, H, T, V), beta (B, H, T), H a multiple of G (H/G value heads in a row share keys), log_decay <= 0
+    (B, H, T), or (B, H, T, K) by channel, or None; h (B, H, K, V), the state before the first token (None: zeros) -> y (B, H, T, V) and
+    the state after the last, both float32 at least. A document begins with h = 0; padding leaves h as it was. ValueError where H is no
+    multiple of G."""
     B, G, T, K = q.shape
     if v.shape[1] % G:
         raise ValueError(f"delta_rule: {v.shape[1]} value heads are no multiple of {G} key heads")
@@ -77,12 +79,14 @@ class Chunks(NamedTuple):
 def chunked(q: Tensor, k: Tensor, v: Tensor, beta: Tensor, g: Tensor | None, at: Positions, h: Tensor) -> tuple[Tensor, Tensor]:
     G, T = q.shape[1:3]
     C = min(CHUNK, 1 << (T - 1).bit_length())
-    n, shared = max(1, SEGMENT // C), (None, None) if not at.given else documents(at.doc, C)
-    parts = [cut(t, G, C).split(n, 3) if t is not None else None for t in (q, k, v, beta, g)] + [t if t is None else t.split(n, 3) for t in shared]
-    h, out = h.unflatten(1, (G, -1)), []
-    run = partial(checkpoint, segment, use_reentrant=False, preserve_rng_state=False) if torch.is_grad_enabled() and T > n * C else segment
-    for i in range(-(-T // (n * C))):
-        y, h = run(*(t if t is None else t[i] for t in parts), h)
+    n, shared = max(1, SEGMENT // C), documents(at.doc, C) if at.given else (None, None)
+    whole = [t if t is None else cut(t, G, C) for t in (q, k, v, beta, g)] + [*shared]
+    h, out, count = h.unflatten(1, (G, -1)), [], -(-T // (n * C))
+    parts = [[None] * count if t is None else t.split(n, 3) for t in whole]
+    again = torch.is_grad_enabled() and count > 1
+    run: Callable[..., Any] = partial(checkpoint, segment, use_reentrant=False, preserve_rng_state=False) if again else segment
+    for part in zip(*parts):
+        y, h = run(*part, h)
         out.append(y)
     return torch.cat(out, 3).flatten(3, 4)[:, :, :, :T].flatten(1, 2), h.flatten(1, 2)
 
@@ -107,7 +111,7 @@ def segment(q: Tensor, k: Tensor, v: Tensor, beta: Tensor, g: Tensor | None, sam
     """Chunks that follow one another: q, k (B, G, 1, N, C, K), v (B, G, R, N, C, V), h (B, G, R, K, V) -> y like v, h."""
     beta = beta[..., None]
     kk, qk, into, give = by_head(q, k, g) if g is None or g.dim() == 5 else by_channel(q, k, g)
-    if same is not None:
+    if same is not None and goes_on is not None:
         kk, qk, into, give = kk * same, qk * same, into * goes_on, give * same[..., -1, :, None]
     return solve(kk * beta, qk, v * beta, k * into * beta, q * into, k * give, into[..., -1, :], h)
 
@@ -118,7 +122,8 @@ def solve(A: Tensor, P: Tensor, u: Tensor, erase: Tensor, read: Tensor, write: T
     A, P (..., N, C, C), u (..., N, C, V), erase, read, write (..., N, C, K), keep (..., N, 1 or K), h (..., K, V)."""
     shape = torch.broadcast_shapes(A.shape[:-2], u.shape[:-2])
     A, u, erase = (t.expand(*shape, *t.shape[-2:]) for t in (A, u, erase))
-    u, erase = torch.linalg.solve_triangular(A, torch.cat([u, erase], -1), upper=False, unitriangular=True).split([u.shape[-1], erase.shape[-1]], -1)
+    both = torch.linalg.solve_triangular(A, torch.cat([u, erase], -1), upper=False, unitriangular=True)
+    u, erase = both.split([u.shape[-1], erase.shape[-1]], -1)
     states, news = [], []
     for u_n, erase_n, write_n, keep_n in zip(u.unbind(-3), erase.unbind(-3), write.mT.unbind(-3), keep[..., None].unbind(-3)):
         new = u_n - erase_n @ h
@@ -147,7 +152,7 @@ def by_channel(q: Tensor, k: Tensor, g: Tensor) -> Chunks:
     scores = (x * k).sum(-1)[..., None, None].expand(2, *g.shape[:-1], 1, 1)         # (2, B, G, R, N, blocks, s, s)
     into, give = g[..., None, :], torch.zeros_like(g)[..., None, :]                  # (B, G, R, N, blocks, s, K)
     for s in (1 << i for i in range(C.bit_length() - 1)):
-        (into_1, into_2), (give_1, give_2), (s_1, s_2) = (t.unflatten(d, (-1, 2)).unbind(d) for t, d in ((into, -3), (give, -3), (scores, -3)))
+        (into_1, into_2), (give_1, give_2), (s_1, s_2) = (t.unflatten(-3, (-1, 2)).unbind(-3) for t in (into, give, scores))
         later = x.unflatten(-2, (-1, 2, s))[..., 1, :, :] * into_2.exp()
         earlier = k.unflatten(-2, (-1, 2, s))[..., 0, :, :] * give_1.exp()
         cross = later @ earlier.mT if s > 1 else (later * earlier).sum(-1)[..., None]
