@@ -129,6 +129,7 @@ def test_heads_that_share_no_keys_evenly_are_refused():
         delta_rule(*inputs("head", 5, G=3)[:5], Positions(3, 5, CPU))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_inductor_s_gradients_are_eager_s(kind, monkeypatch):
     """What torch.compile makes of it, segments and documents included; of small chunks, since the scan is unrolled."""
