@@ -16,9 +16,12 @@ from typing import Any
 from config import GPTConfig
 from config.check import nearest
 from mixers.attention import Attention
+from mixers.deltanet import DeltaNet
 from mixers.forgetting import Forgetting
+from mixers.gated_deltanet import GatedDeltaNet
 from mixers.gla import GLA
 from mixers.hierarchical import Hierarchical
+from mixers.kda import KDA
 from mixers.linear import Linear
 from mixers.lowrank import LowRank
 from mixers.mamba import Mamba
@@ -31,9 +34,12 @@ from mixers.sparse import Sparse
 
 MIXERS: dict[str, type[Mixer]] = {
     "attention": Attention,
+    "deltanet": DeltaNet,
     "forgetting": Forgetting,
+    "gated_deltanet": GatedDeltaNet,
     "gla": GLA,
     "hierarchical": Hierarchical,
+    "kda": KDA,
     "linear": Linear,
     "lowrank": LowRank,
     "mamba": Mamba,

@@ -34,6 +34,9 @@ VARIANTS = {
                      "hierarchical(sentence=2, paragraph=5)", "hierarchical(sentence=7, paragraph=2, ends=(1, 3, 5, 7, 9, 11, 60), shortest=2)"],
     "mamba": ["mamba(d_state=5, d_conv=3, expand=1, dt_rank=7)", "mamba(norms=True) attention(rope=False)", "mamba(d_conv=1)|attention(window=5)"],
     "mamba2": ["mamba2(d_state=5, head_dim=8, n_groups=4, d_conv=3)", "mamba2(head_dim=4, expand=1, n_groups=2)|attention", "mamba2(head_dim=16) attention"],
+    "deltanet": ["deltanet(heads=6, key_heads=3, key_dim=5, value_dim=7, conv=3, negative=True)"],
+    "gated_deltanet": ["gated_deltanet(key_heads=2, value_dim=12)", "gated_deltanet(conv=1)|attention(window=3)"],
+    "kda": ["kda(heads=2, key_heads=1, key_dim=12)", "kda(negative=True) attention(gate=True, rope=False)"],
     "nsa": ["nsa(compress=4, stride=2, select=4, blocks=3, window=5)", "nsa(compress=5, stride=3, select=7, blocks=4, window=6, rotary=4)",
             "nsa(compress=8, stride=8, select=3, blocks=5, window=80)|attention(window=3)"],
 }
