@@ -22,6 +22,7 @@ from mixers.lowrank import LowRank
 from mixers.mixer import Mixer, Parallel
 from mixers.mla import MLA
 from mixers.nsa import NSA
+from mixers.rwkv7 import RWKV7
 from mixers.sparse import Sparse
 
 MIXERS: dict[str, type[Mixer]] = {
@@ -31,6 +32,7 @@ MIXERS: dict[str, type[Mixer]] = {
     "lowrank": LowRank,
     "mla": MLA,
     "nsa": NSA,
+    "rwkv7": RWKV7,
     "sparse": Sparse,
 }
 
@@ -113,5 +115,11 @@ def pattern(cfg: GPTConfig) -> list[list[Word]]:
 
 def build(cfg: GPTConfig) -> list[Mixer]:
     """A mixer for each layer."""
-    mixers = [[cls(cfg, options) for cls, options in words] for words in pattern(cfg)]
+    mixers: list[list[Mixer]] = []
+    before: list[Mixer] = []
+    for layer, words in enumerate(pattern(cfg)):
+        mixers.append([cls(cfg, options) for cls, options in words])
+        for m in mixers[-1]:
+            m.place(layer, before)
+            before.append(m)
     return [one[0] if len(one) == 1 else Parallel(one) for one in mixers]
