@@ -22,6 +22,7 @@ from mixers.lowrank import LowRank
 from mixers.mixer import Mixer, Parallel
 from mixers.mla import MLA
 from mixers.nsa import NSA
+from mixers.rwkv6 import RWKV6
 from mixers.rwkv7 import RWKV7
 from mixers.sparse import Sparse
 
@@ -32,6 +33,7 @@ MIXERS: dict[str, type[Mixer]] = {
     "lowrank": LowRank,
     "mla": MLA,
     "nsa": NSA,
+    "rwkv6": RWKV6,
     "rwkv7": RWKV7,
     "sparse": Sparse,
 }

@@ -21,17 +21,18 @@ GROUP = 1 << 13        # tokens of all heads and rows whose pairs are held at on
 def rwkv7(r: Tensor, log_w: Tensor, k: Tensor, v: Tensor, a: Tensor, b: Tensor, at: Positions, h: Tensor | None = None,
           naive: bool = False) -> tuple[Tensor, Tensor]:
     """r, log_w (at most 0), k, a, b (B, H, T, K) and v (B, H, T, V) -> y (B, H, T, V) and the state after it (B, H, K, V), both
-    float32. h is the state before (None: zeros). It is forgotten where a document begins; padding leaves it as it is.
+    float32 (float64 of float64). h is the state before (None: zeros). It is forgotten where a document begins; padding leaves it as it is.
 
     Memory is linear in T: beside the inputs, training keeps a state a group of chunks and makes the rest again in backward.
     """
-    r, log_w, k, v, a, b = (t.float() for t in (r, log_w, k, v, a, b))
-    if h is None:
-        h = k.new_zeros(*k.shape[:2], k.shape[3], v.shape[3])
-    if at.given:
-        pad = (at.pos < 0)[:, None, :, None]
-        log_w, k, a = (t.masked_fill(pad, 0) for t in (log_w, k, a))
-    return (loop if naive or k.shape[2] == 1 else grouped)(r, log_w, k, v, a, b, at, h)
+    dtype = torch.promote_types(k.dtype, torch.float32)
+    with torch.autocast(k.device.type, enabled=False):
+        r, log_w, k, v, a, b = (t.to(dtype) for t in (r, log_w, k, v, a, b))
+        h = k.new_zeros(*k.shape[:2], k.shape[3], v.shape[3]) if h is None else h.to(dtype)
+        if at.given:
+            pad = (at.pos < 0)[:, None, :, None]
+            log_w, k, a = (t.masked_fill(pad, 0) for t in (log_w, k, a))
+        return (loop if naive or k.shape[2] == 1 else grouped)(r, log_w, k, v, a, b, at, h)
 
 
 def loop(r: Tensor, log_w: Tensor, k: Tensor, v: Tensor, a: Tensor, b: Tensor, at: Positions, h: Tensor) -> tuple[Tensor, Tensor]:
@@ -49,39 +50,40 @@ def loop(r: Tensor, log_w: Tensor, k: Tensor, v: Tensor, a: Tensor, b: Tensor, a
 @torch.compiler.disable     # a loop over chunks, which a compiler would unroll
 def grouped(r: Tensor, log_w: Tensor, k: Tensor, v: Tensor, a: Tensor, b: Tensor, at: Positions, h: Tensor) -> tuple[Tensor, Tensor]:
     """By groups of chunks, one after the other."""
-    B, H, T, _ = k.shape
-    size = max(1, GROUP // (B * H * CHUNK)) * CHUNK
-    inputs = [F.pad(t, (0, 0, 0, -T % CHUNK)).split(size, 2) for t in (r, log_w, k, v, a, b)]             # the fill leaves h as it is
-    doc = torch.cat([F.pad(at.doc, (1, 0)), at.doc[:, -1:].expand(-1, -T % CHUNK)], 1)                    # first the state's, which is 0
+    (B, H, T, _), n = k.shape, CHUNK
+    while n >= 2 * T:
+        n //= 2
+    size = max(1, GROUP // (B * H * n)) * n
+    inputs = [F.pad(t, (0, 0, 0, -T % n)).split(size, 2) for t in (r, log_w, k, v, a, b)]                 # the fill leaves h as it is
+    doc = torch.cat([F.pad(at.doc, (1, 0)), at.doc[:, -1:].expand(-1, -T % n)], 1)                        # first the state's, which is 0
     out = []
-    for i, part in enumerate(zip(*inputs)):
-        args = *part, h, doc[:, i * size:i * size + part[0].shape[2] + 1] if at.given else None
+    for i, group in enumerate(zip(*inputs)):
+        args = *group, h, doc[:, i * size:i * size + group[0].shape[2] + 1] if at.given else None, n
         y, h = checkpoint(chunks, *args, use_reentrant=False, preserve_rng_state=False) if torch.is_grad_enabled() else chunks(*args)
         out.append(y)
     return torch.cat(out, 2)[:, :, :T], h
 
 
-def chunks(r: Tensor, log_w: Tensor, k: Tensor, v: Tensor, a: Tensor, b: Tensor, h: Tensor, doc: Tensor | None) -> tuple[Tensor, Tensor]:
-    """T is a multiple of CHUNK here; doc (B, 1 + T) are the documents of the token before these, and of these.
+def chunks(r: Tensor, log_w: Tensor, k: Tensor, v: Tensor, a: Tensor, b: Tensor, h: Tensor, doc: Tensor | None, n: int) -> tuple[Tensor, Tensor]:
+    """T is a multiple of n here; doc (B, 1 + T) are the documents of the token before these, and of these.
 
     Within a chunk u_i = a_i^T h_(i-1) is what the state before the chunk and the pairs j < i make of it: u = A_ak v + A_ab u + a~ h,
     a triangular system (the WY form). So the chunk takes h to M h + N.
     """
-    r, log_w, k, v, a, b = (t.unflatten(2, (-1, CHUNK)) for t in (r, log_w, k, v, a, b))                  # (B, H, N, n, channels)
-    g = log_w.cumsum(3)                            # from before the chunk to after each token
-    e = F.pad(g[..., :-1, :], (0, 0, 1, 0))        # ... to before it
-    pairs = weights(r, a, k, b, g, e)              # (B, H, N, 2, n, 2, n)
-    last = g[..., -1:, :]
-    r, a, left, keep = r * g.exp(), a * e.exp(), torch.cat([k, b], 3) * (last - g).exp().repeat(1, 1, 1, 2, 1), last.exp()
+    r, log_w, k, v, a, b = (t.unflatten(2, (-1, n)) for t in (r, log_w, k, v, a, b))                      # (B, H, N, n, channels)
+    pairs = weights(r, a, k, b, log_w)                                                                    # (B, H, N, 2, n, 2, n)
+    r, a = r * decay(log_w, upto=0), a * decay(log_w, upto=-1)
+    left, keep = torch.cat([k, b], 3) * decay(log_w, after=1).repeat(1, 1, 1, 2, 1), log_w.sum(3).exp()
     if doc is not None:
-        before, d = doc[:, None, :-1:CHUNK, None], doc[:, None, 1:].unflatten(2, (-1, CHUNK))             # (B, 1, N, 1 or n)
+        before, d = doc[:, None, :-1:n, None], doc[:, None, 1:].unflatten(2, (-1, n))                     # (B, 1, N, 1 or n)
         pairs = pairs * (d[..., :, None] == d[..., None, :])[:, :, :, None, :, None]
         seen = (d == before)[..., None]
-        r, a, keep, left = r * seen, a * seen, keep * seen[..., -1:, :], left * (d == d[..., -1:]).repeat(1, 1, 1, 2)[..., None]
+        r, a, keep, left = r * seen, a * seen, keep * seen[..., -1, :], left * (d == d[..., -1:]).repeat(1, 1, 1, 2)[..., None]
     (rk, rb), (ak, ab) = (p.unbind(-2) for p in pairs.unbind(3))
-    u, w = torch.linalg.solve_triangular(-ab, torch.cat([ak @ v, a], -1), upper=False, unitriangular=True).split([v.shape[-1], a.shape[-1]], -1)
+    u = torch.linalg.solve_triangular(-ab, torch.cat([ak @ v, a], -1), upper=False, unitriangular=True)   # of v, and of the state
+    u, w = u.split([v.shape[-1], a.shape[-1]], -1)
     new = left.mT @ torch.cat([v, u], 3)
-    turn = left[..., CHUNK:, :].mT @ w + torch.diag_embed(keep[..., 0, :])
+    turn = left[..., n:, :].mT @ w + torch.diag_embed(keep)
     states = [h]
     for M, N in zip(turn.unbind(2), new.unbind(2)):
         states.append(M @ states[-1] + N)
@@ -89,23 +91,26 @@ def chunks(r: Tensor, log_w: Tensor, k: Tensor, v: Tensor, a: Tensor, b: Tensor,
     return y.flatten(2, 3), states[-1]
 
 
-def weights(r: Tensor, a: Tensor, k: Tensor, b: Tensor, g: Tensor, e: Tensor) -> Tensor:
+def weights(r: Tensor, a: Tensor, k: Tensor, b: Tensor, log_w: Tensor) -> Tensor:
     """(B, H, N, n, K) each -> (B, H, N, 2, n, 2, n): what r_i (j <= i) and a_i (j < i) meet of k_j and b_j, decayed in between.
 
     By halves: a pair whose halves of a block part at m is decayed from j to m and from m to i, so that no exponent is above 0, however
-    strong the decay. Blocks grow from one token, whose r meets its own k and b undecayed.
+    strong the decay, and none is a difference of long sums. Blocks grow from one token, whose r meets its own k and b undecayed.
     """
     own = torch.stack([(r * k).sum(-1), (r * b).sum(-1)], -1)                                             # (B, H, N, n, 2)
-    D = torch.stack([own, torch.zeros_like(own)], -2)[..., None, :, None]                                 # (B, H, N, n, 2, 1, 2, 1)
-    s = 1
-    while s < CHUNK:
-        halves = [t.unflatten(3, (-1, 2, s)).unbind(4) for t in (r, a, k, b, g, e)]                       # each (B, H, N, n/2s, s, K)
-        (_, r1), (_, a1), (k0, _), (b0, _), (g0, g1), (_, e1) = halves
-        m = g0[..., -1:, :]
-        rows = torch.cat([r1 * (g1 - m).exp(), a1 * (e1 - m).exp()], -2)
-        decay = (m - g0).exp()
-        low = (rows @ torch.cat([k0 * decay, b0 * decay], -2).mT).unflatten(-1, (2, s)).unflatten(-3, (2, s))
+    D, s = torch.stack([own, torch.zeros_like(own)], -2)[..., None, :, None], 1                           # (B, H, N, n/s, 2, s, 2, s)
+    while s < k.shape[3]:
+        halves = [t.unflatten(3, (-1, 2, s)).unbind(4) for t in (r, a, k, b, log_w)]                      # each (B, H, N, n/2s, s, K)
+        (_, r1), (_, a1), (k0, _), (b0, _), (left, right) = halves
+        rows = torch.cat([r1 * decay(right, upto=0), a1 * decay(right, upto=-1)], -2)
+        fade = decay(left, after=1)
+        low = (rows @ torch.cat([k0 * fade, b0 * fade], -2).mT).unflatten(-1, (2, s)).unflatten(-3, (2, s))
         D0, D1 = D.unflatten(3, (-1, 2)).unbind(4)
-        D = torch.cat([F.pad(D0, (0, s)), torch.cat([low, D1], -1)], -3)
-        s *= 2
+        D, s = torch.cat([F.pad(D0, (0, s)), torch.cat([low, D1], -1)], -3), 2 * s
     return D[:, :, :, 0]
+
+
+def decay(log_w: Tensor, upto: int | None = None, after: int | None = None) -> Tensor:
+    """(..., n, K): what the tokens j <= i + upto leave of the state before them, or the tokens j >= i + after of token i."""
+    one = log_w.new_ones(log_w.shape[-2], log_w.shape[-2])
+    return ((one.triu(after) if upto is None else one.tril(upto)) @ log_w).exp()                          # type: ignore[arg-type]

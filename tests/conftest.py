@@ -29,6 +29,8 @@ VARIANTS = {
     "lowrank": ["lowrank(segment=5, rank=2)", "lowrank(segment=8, rank=3, rotary=4)", "lowrank(segment=1, rank=1)|attention(window=3)"],
     "hierarchical": ["hierarchical(sentence=3, paragraph=2)", "hierarchical(sentence=4, paragraph=3, rope=False)|attention(window=3)",
                      "hierarchical(sentence=2, paragraph=5)", "hierarchical(sentence=7, paragraph=2, ends=(1, 3, 5, 7, 9, 11, 60), shortest=2)"],
+    "rwkv6": ["rwkv6(mix_rank=4, decay_rank=3) attention"],
+    "rwkv7": ["rwkv7(decay_rank=3, rate_rank=5, value_rank=2, gate_rank=7)", "attention rwkv7", "rwkv7|rwkv7", "rwkv7|attention(window=3)"],
     "nsa": ["nsa(compress=4, stride=2, select=4, blocks=3, window=5)", "nsa(compress=5, stride=3, select=7, blocks=4, window=6, rotary=4)",
             "nsa(compress=8, stride=8, select=3, blocks=5, window=80)|attention(window=3)"],
 }
