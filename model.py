@@ -70,17 +70,17 @@ class Block(nn.Module):
     def __init__(self, cfg: GPTConfig, mixer: Mixer, layer: int = 0):
         super().__init__()
         self.shifts = cfg.mlp.startswith("rwkv")             # then both halves look back, and the state is of both
-        self.norm1, self.mixer, self.norm2, self.mlp = make_norm(cfg), mixer, make_norm(cfg), ChannelMix(cfg, layer) if self.shifts else MLP(cfg)
+        self.norm1, self.mixer, self.norm2 = make_norm(cfg), mixer, make_norm(cfg)
+        self.mlp = ChannelMix(cfg, layer) if self.shifts else MLP(cfg)
         self.drop = Dropout(cfg.dropout)
 
     def forward(self, x: Tensor, at: Positions, state: dict[str, Tensor] | None = None) -> Tensor:
         x = x + self.drop(self.mixer(self.norm1(x), at, part(state, "mixer") if self.shifts else state))
-        seen = (at, part(state, "mlp")) if self.shifts else ()
-        return x + self.drop(self.mlp(self.norm2(x), *seen))
+        return x + self.drop(self.mlp(self.norm2(x), *((at, part(state, "mlp")) if self.shifts else ())))
 
     def init_state(self, *args) -> dict[str, Tensor]:
         state = self.mixer.init_state(*args)
-        return joined({"mixer": state, "mlp": self.mlp.init_state(*args)}) if self.shifts else state
+        return joined({"mixer": state, "mlp": self.mlp.init_state(*args)}) if self.shifts else state  # type: ignore[operator]
 
 
 class GPT(nn.Module):

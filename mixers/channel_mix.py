@@ -1,6 +1,6 @@
 """RWKV's channel mix: a feed-forward half of a block that also sees the token before.
 
-mlp="rwkv7" is that of arXiv 2503.14456, relu(x_k W_up)^2 W_down; "rwkv6" that of arXiv 2404.05892, whose sum is gated by sigmoid(x_r W_gate).
+mlp="rwkv7" is that of arXiv 2503.14456, relu(x_k W_up)^2 W_down; mlp="rwkv6" that of arXiv 2404.05892, the same times sigmoid(x_r W_gate).
 """
 
 from __future__ import annotations
@@ -21,19 +21,20 @@ class ChannelMix(Mixer):
     def __init__(self, cfg: GPTConfig, layer: int = 0):
         super().__init__()
         C, gated = cfg.n_embd, cfg.mlp == "rwkv6"
+        self.gated = gated
         inner = cfg.n_inner or (7 * C // 64 * 32 if gated else 4 * C)
         rest, c = 1 - layer / cfg.n_layer, torch.arange(C) / C
         self.mix = nn.Parameter(1 - c ** (rest if gated else rest**4))         # how much of the shifted input is in x_k
         self.up, self.down = nn.Linear(C, inner, bias=cfg.bias), nn.Linear(inner, C, bias=cfg.bias)
-        self.gate = nn.Linear(C, C, bias=cfg.bias) if gated else None
-        self.gate_mix = nn.Parameter(1 - c**rest) if gated else None
+        if gated:
+            self.gate, self.gate_mix = nn.Linear(C, C, bias=cfg.bias), nn.Parameter(1 - c**rest)
 
     def forward(self, x: Tensor, at: Positions, state: dict[str, Tensor] | None = None) -> Tensor:
         (x, before), tail = shift(x, 1, at, None if state is None else state["shift"])
         if state is not None:
             state["shift"].copy_(tail)
         y = self.down(F.relu(self.up(x + (before - x) * self.mix)).square())
-        return y if self.gate is None else self.gate(x + (before - x) * self.gate_mix).sigmoid() * y
+        return self.gate(x + (before - x) * self.gate_mix).sigmoid() * y if self.gated else y
 
     def init_state(self, B: int, max_len: int, dtype: torch.dtype, device: torch.device) -> dict[str, Tensor]:
         return {"shift": torch.zeros(B, 1, self.up.in_features, dtype=dtype, device=device)}

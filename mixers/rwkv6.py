@@ -45,7 +45,7 @@ class RWKV6(Mixer):
         C = cfg.n_embd
         self.cfg, self.options, self.H, self.D = cfg, options, cfg.n_head, cfg.head_dim or C // cfg.n_head
         A = self.A = self.H * self.D
-        self.mix = nn.Parameter(torch.empty(6 * C))                  # shares of the shifted input: in the mixes' own input, in that of w, k, v, r, g
+        self.mix = nn.Parameter(torch.empty(6 * C))                  # shares of the shifted input: for the mixes, for w, k, v, r, g
         self.mix_in = nn.Linear(C, 5 * options.mix_rank, bias=False)
         self.mix_in.parts = [options.mix_rank] * 5   # type: ignore[assignment] # as many matrices to Muon
         self.mix_up = nn.ModuleList(nn.Linear(options.mix_rank, C, bias=False) for _ in "wkvrg")

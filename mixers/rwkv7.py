@@ -42,7 +42,7 @@ class RWKV7Options:
 class LowRank(nn.Module):
     """x (..., C) -> two matrices with a nonlinearity between (..., A)."""
 
-    def __init__(self, C: int, rank: int, A: int, act: Callable[[Tensor], Tensor] = nn.Identity()):
+    def __init__(self, C: int, rank: int, A: int, act: Callable[[Tensor], Tensor] = lambda x: x):
         super().__init__()
         self.narrow, self.wide, self.act = nn.Linear(C, rank, bias=False), nn.Linear(rank, A, bias=False), act
 
@@ -108,7 +108,7 @@ class RWKV7(Mixer):
         k = k * (1 + (rate - 1) * self.damp.float())
         bonus = (r * k * self.bonus.float()).unflatten(-1, (self.H, self.D)).sum(-1, keepdim=True) * v.unflatten(-1, (self.H, self.D))
         heads = [t.unflatten(-1, (self.H, self.D)).transpose(1, 2) for t in (r, log_w, k, v, -kappa, kappa * rate)]
-        y, h = rwkv7(*heads, at, None if state is None else state["h"])
+        y, h = rwkv7(*heads, at, None if state is None else state["h"])  # type: ignore[call-arg,arg-type]
         if state is not None:
             state["shift"].copy_(tail)
             state["h"].copy_(h)

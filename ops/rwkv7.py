@@ -64,7 +64,8 @@ def grouped(r: Tensor, log_w: Tensor, k: Tensor, v: Tensor, a: Tensor, b: Tensor
     return torch.cat(out, 2)[:, :, :T], h
 
 
-def chunks(r: Tensor, log_w: Tensor, k: Tensor, v: Tensor, a: Tensor, b: Tensor, h: Tensor, doc: Tensor | None, n: int) -> tuple[Tensor, Tensor]:
+def chunks(r: Tensor, log_w: Tensor, k: Tensor, v: Tensor, a: Tensor, b: Tensor, h: Tensor, doc: Tensor | None,
+           n: int) -> tuple[Tensor, Tensor]:
     """T is a multiple of n here; doc (B, 1 + T) are the documents of the token before these, and of these.
 
     Within a chunk u_i = a_i^T h_(i-1) is what the state before the chunk and the pairs j < i make of it: u = A_ak v + A_ab u + a~ h,

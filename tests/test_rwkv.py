@@ -6,7 +6,6 @@ import os
 import subprocess
 import sys
 
-
 import pytest
 import torch
 import torch.nn.functional as F
@@ -239,9 +238,9 @@ def test_the_channel_mix_is_its_formula(mlp):
     y = c(x, Positions(1, 3, CPU))
     for t in range(3):
         past = x[0, t - 1] if t else torch.zeros(64)
-        mixed = lambda mu: mu * past + (1 - mu) * x[0, t]
-        want = c.down.weight @ (c.up.weight @ mixed(c.mix)).clamp(min=0) ** 2
-        want = want * (c.gate.weight @ mixed(c.gate_mix)).sigmoid() if mlp == "rwkv6" else want
+        want = c.down.weight @ (c.up.weight @ (c.mix * past + (1 - c.mix) * x[0, t])).clamp(min=0) ** 2
+        if mlp == "rwkv6":
+            want = want * (c.gate.weight @ (c.gate_mix * past + (1 - c.gate_mix) * x[0, t])).sigmoid()
         torch.testing.assert_close(y[0, t], want, rtol=1e-5, atol=1e-6)
     assert c.up.out_features == (224 if mlp == "rwkv6" else 256)
 
