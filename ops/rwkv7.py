@@ -38,11 +38,11 @@ def rwkv7(r: Tensor, log_w: Tensor, k: Tensor, v: Tensor, a: Tensor, b: Tensor, 
 def loop(r: Tensor, log_w: Tensor, k: Tensor, v: Tensor, a: Tensor, b: Tensor, at: Positions, h: Tensor) -> tuple[Tensor, Tensor]:
     """The specification, a token at a time."""
     y = []
-    for t in range(k.shape[2]):
+    for t, (v_t, *columns) in enumerate(zip(*(x.unbind(2) for x in (v, r, log_w.exp(), k, a, b)))):
+        r_t, w_t, k_t, a_t, b_t = (x[..., None] for x in columns)                                         # (B, H, K, 1)
         if at.given:
             h = h.masked_fill((at.pos[:, t] == 0)[:, None, None, None], 0)
-        r_t, w_t, k_t, a_t, b_t = (x[:, :, t, :, None] for x in (r, log_w.exp(), k, a, b))                # (B, H, K, 1)
-        h = w_t * h + b_t * (a_t * h).sum(2, keepdim=True) + k_t * v[:, :, t, None]
+        h = w_t * h + b_t * (a_t * h).sum(2, keepdim=True) + k_t * v_t[:, :, None]
         y.append((r_t * h).sum(2))
     return torch.stack(y, 2), h
 
