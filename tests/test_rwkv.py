@@ -257,7 +257,7 @@ def test_a_state_holds_what_is_claimed(version):
 @pytest.mark.slow
 @pytest.mark.parametrize("version", [6, 7])
 def test_inductor_gives_the_gradients_of_eager(version):
-    model, x = tiny(layers=f"rwkv{version}", mlp=f"rwkv{version}").train(), tokens(2, 70)
+    model, x = tiny(layers=f"rwkv{version}", mlp=f"rwkv{version}", n_layer=version - 5).train(), tokens(2, 70)       # 7 hands on its values
     pos = torch.cat([torch.arange(31), torch.arange(39)]).expand(2, 70)
     grads = []
     for run in (model, torch.compile(model)):
