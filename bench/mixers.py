@@ -45,14 +45,14 @@ class MixersConfig:
     min_T: int = 256
     """shortest context in tokens"""
     max_T: int = 16384
-    """longest; 65536 needs --longest=600 for what is quadratic, and most of an hour on two cores"""
+    """longest; 65536 takes an hour on two cores, and --longest=600 for what is quadratic"""
     step: int = 4
     """times as long each context is as the one before"""
     decode_T: int = 65536
     """a state of so many tokens for decoding, beside those above (0: none)"""
     matrix_T: int = 32768
     """longest context whose attention matrix is written out: 2 GB there (0: none)"""
-    longest: float = 60.0
+    longest: float = 240.0
     """seconds; a call that would take longer, by the one before and T squared, is left out"""
     out: str = "out/bench"
     """folder of mixers.json, brought up to date after every figure, and of mixers.png (with matplotlib)"""
@@ -88,7 +88,7 @@ H, G, D, C = 12, 3, 64, 768
 FULL = "full (SDPA)"
 OPTIONS = {"sparse": "sparse(pattern='local(128) | strided(128)')"}     # the default pattern is one for a context of 1024
 MORE = ["attention(window=512)"]
-LAST = 3                                                                # sizes that the exponents are fitted to
+WITHIN = 4                                                              # exponents are fitted to sizes from the largest down to its quarter
 PANELS = {"itself_s": "forward and backward, itself, s", "peak_bytes": "peak memory, bytes", "state_bytes": "state, bytes",
           "decode_s": "the next token, s"}
 Row = dict[str, Any]
@@ -330,9 +330,10 @@ def matrix_peak(kind: str, T: int, device: torch.device) -> int | None:
 
 # growth
 
-def exponent(sizes: Iterable[int], values: Iterable[float | None], last: int = LAST) -> float | None:
-    """b of value = a size^b, least squares in the logarithms of the last sizes that have a value; None of fewer than two."""
-    points = [(math.log(n), math.log(v)) for n, v in zip(sizes, values) if v][-last:]
+def exponent(sizes: Iterable[int], values: Iterable[float | None]) -> float | None:
+    """b of value = a size^b, least squares in the logarithms of the largest sizes (WITHIN) that have a value; None of fewer than two."""
+    there = [(n, v) for n, v in zip(sizes, values) if v]
+    points = [(math.log(n), math.log(v)) for n, v in there if n * WITHIN >= there[-1][0]]
     if len(points) < 2:
         return None
     mx, my = (sum(p) / len(points) for p in zip(*points))
@@ -506,7 +507,8 @@ def report(result: Row) -> str:
                          f"{number(theirs / own if own and theirs else None, 1, 10, 2)} {number(r.get('peak_bytes'), MiB, 10)} "
                          f"{number(r.get('state_bytes'), MiB, 9, 2)} {number(r.get('decode_s'), ms, 8, 2)}")
     lines += [f"left out: {r['word']} at {r['T']:,}: {r['why']}" for r in result["left_out"]]
-    lines += ["", "exponents of growth over T = " + ", ".join(f"{T:,}" for T in result["sizes"][-LAST:]) + ": 1 is linear, 2 quadratic",
+    fitted = ", ".join(f"{T:,}" for T in result["sizes"] if max(result["sizes"]) <= T * WITHIN)
+    lines += ["", f"exponents of growth over T = {fitted}: 1 is linear, 2 quadratic",
               f"{'':{wide}} {'itself':>7} {'peak':>7} {'state':>7} {'next':>7}"]
     lines += [f"{r['word']:{wide}} " + " ".join(number(r[name], 1, 7, 2) for name in PANELS) for r in result["growth"]]
     if result["matrix"]:

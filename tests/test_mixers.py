@@ -4,7 +4,7 @@ import copy
 
 import pytest
 import torch
-from conftest import fed, tiny, tokens, words
+from conftest import VARIANTS, fed, tiny, tokens, words
 
 from mixers import MIXERS, parse
 
@@ -134,6 +134,19 @@ def test_bfloat16_stays_close_to_float32(word):
     assert (got - want).abs().mean() < 0.05 * want.abs().mean()
     with torch.autocast("cpu", torch.bfloat16):
         assert (model(x) - want).abs().mean() < 0.05 * want.abs().mean()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("word", [VARIANTS[name][0] for name in MIXERS])
+def test_compiled_is_eager_forward_and_backward(word):
+    """By torch.compile's own compiler, whose loops are not eager's operations: rows that cross every border, plain and packed."""
+    torch.compiler.reset()
+    model, x = tiny(layers=word, n_layer=1).train(), tokens(4, 50)
+    compiled = torch.compile(model)
+    for pos in (None, PACKED):
+        found = [torch.autograd.grad(run(x, x.roll(-1, 1), pos), list(model.parameters())) for run in (model, compiled)]
+        for name, want, got in zip(dict(model.named_parameters()), *found):
+            torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-5, msg=lambda m, name=name: f"{name}: {m}")
 
 
 @pytest.mark.parametrize("word", ["attention", "attention(window=7)"])

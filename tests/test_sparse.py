@@ -395,6 +395,14 @@ def test_the_command_draws_text_and_says_what_a_png_needs(tmp_path):
         assert png.returncode == 2 and "pip install matplotlib" in png.stderr and png.stderr.count("\n") == 1
 
 
+def test_the_pictures_in_the_docs_are_what_is_drawn(capsys):
+    from tools.patterns import PatternsConfig, main
+    main(PatternsConfig(T=16))
+    drawn = capsys.readouterr().out
+    shown = (ROOT / "docs/patterns.md").read_text(encoding="utf-8").split("```\n")[1::2]
+    assert "\n".join(shown) == drawn
+
+
 def test_one_picture_of_each_kind_by_default(capsys):
     from tools.patterns import SHOWN, PatternsConfig, main
     main(PatternsConfig(T=8))
