@@ -17,11 +17,14 @@ from config import GPTConfig
 from config.check import nearest
 from mixers.attention import Attention
 from mixers.forgetting import Forgetting
+from mixers.gla import GLA
 from mixers.hierarchical import Hierarchical
+from mixers.linear import Linear
 from mixers.lowrank import LowRank
 from mixers.mixer import Mixer, Parallel
 from mixers.mla import MLA
 from mixers.nsa import NSA
+from mixers.retention import Retention
 from mixers.rwkv6 import RWKV6
 from mixers.rwkv7 import RWKV7
 from mixers.sparse import Sparse
@@ -29,10 +32,13 @@ from mixers.sparse import Sparse
 MIXERS: dict[str, type[Mixer]] = {
     "attention": Attention,
     "forgetting": Forgetting,
+    "gla": GLA,
     "hierarchical": Hierarchical,
+    "linear": Linear,
     "lowrank": LowRank,
     "mla": MLA,
     "nsa": NSA,
+    "retention": Retention,
     "rwkv6": RWKV6,
     "rwkv7": RWKV7,
     "sparse": Sparse,

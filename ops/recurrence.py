@@ -22,22 +22,25 @@ BLOCK = 4         # where decays go by channel: tokens whose pairs are taken one
 ROWS = 12288      # rows times heads times tokens at once: what a backward pass holds, and a processor's cache
 
 
-def recurrence(q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor | None, at: Positions, bonus: Tensor | None = None, h: Tensor | None = None,
-               backend: str = "chunked") -> tuple[Tensor, Tensor]:
-    """q, k (B, G, T, K), v (B, H, T, V) -> y (B, H, T, V) and the last h (B, H, K, V), both float32, whatever autocast says.
+def recurrence(q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor | None, at: Positions, bonus: Tensor | None = None,
+               h: Tensor | None = None, backend: str = "chunked") -> tuple[Tensor, Tensor]:
+    """q, k (B, H, T, K), v (B, H, T, V) -> y (B, H, T, V) and the last h (B, H, K, V), both float32, whatever autocast says.
 
-    H is a multiple of G: contiguous groups of heads share q and k. log_decay, finite and <= 0: (B, H, T), by channel (B, H, T, K), a
-    head's constant (H,), or None for no decay. bonus (H, K). h (B, H, K, V): what came before (None: nothing). A document starts from
-    h = 0; padding neither decays nor adds, and its y means nothing. backend: chunked, or naive. No scale: q has it already.
+    log_decay, finite and <= 0: (B, H, T), by channel (B, H, T, K), a head's constant (H,), or None for no decay. bonus (H, K).
+    h (B, H, K, V): what came before (None: nothing). A document starts from h = 0; padding neither decays nor adds, and its y means
+    nothing. No scale: q has it already. backend: chunked, or naive (fla's chunk_simple_gla and chunk_gla would stand here).
+
+    Contiguous groups of heads may share, with no copy of the whole: q and k of G heads serve the H of v, decay and h (Mamba-2), or k, v,
+    decay and h of G heads serve the H of q (grouped queries, whose state is so many times smaller).
     """
-    (B, G, T, K), (H, V) = q.shape, v.shape[1::2]
-    if H % G:
-        raise ValueError(f"recurrence: {H} heads of v are no multiple of the {G} of q and k")
+    (B, G, T, K), (H, V) = k.shape, v.shape[1::2]
+    if H % G or q.shape[1] % G:
+        raise ValueError(f"recurrence: {q.shape[1]} heads of q and {H} of v must be multiples of the {G} of k")
     dtype = torch.promote_types(v.dtype, torch.float32)
     with torch.autocast(v.device.type, enabled=False):
         q, k, v = (t.to(dtype).unflatten(1, (G, -1)) for t in (q, k, v))                       # (B, G, 1 or R, T, ...)
-        a = v.new_zeros(H) if log_decay is None else log_decay.to(dtype)
-        a = a[:, None].expand(B, H, T) if a.dim() == 1 else a
+        a = v.new_zeros(G) if log_decay is None else log_decay.to(dtype)
+        a = a[:, None].expand(B, len(a), T) if a.dim() == 1 else a
         a = (a[..., None] if a.dim() == 3 else a).unflatten(1, (G, -1))                        # (B, G, R, T, 1 or K)
         h = (v.new_zeros(B, H, K, V) if h is None else h.to(dtype)).unflatten(1, (G, -1))      # (B, G, R, K, V)
         u = None if bonus is None else bonus.to(dtype).view(G, -1, 1, K)                       # (G, R, 1, K)
@@ -71,7 +74,7 @@ def chunked(q: Tensor, k: Tensor, v: Tensor, a: Tensor, u: Tensor | None, start:
     if ends:
         q, k, v, a = (F.pad(t, (0, 0, 0, ends)) for t in (q, k, v, a))
         start = None if start is None else F.pad(start, (0, ends))
-    size = max(1, ROWS // (B * v.shape[1] * v.shape[2] * n)) * n
+    size = max(1, ROWS // (B * v.shape[1] * max(q.shape[2], v.shape[2]) * n)) * n
     starts = [None] * -(-v.shape[3] // size) if start is None else start.split(size, 1)
     out = []
     for q_, k_, v_, a_, start_ in zip(*(t.split(size, 3) for t in (q, k, v, a)), starts):
@@ -107,7 +110,7 @@ def several(q: Tensor, k: Tensor, v: Tensor, a: Tensor, u: Tensor | None, start:
 
 
 def alike(q: Tensor, k: Tensor, a: Tensor, late: int) -> Tensor:
-    """q, k (..., n, K), a (..., n, 1) -> q_i . k_j exp(a_(j+1) + ... + a_(i-late)): (..., n, n), which means something for j <= i - late."""
+    """q, k (..., n, K), a (..., n, 1) -> q_i . k_j exp(a_(j+1) + ... + a_(i-late)): (..., n, n), of meaning for j <= i - late."""
     n = a.shape[-2]
     return (ones(n, a).tril(-late) @ (a * ones(n, a).tril(-1))).exp() * (q @ k.mT)
 
