@@ -30,6 +30,8 @@ from mixers.mixer import Mixer, Parallel
 from mixers.mla import MLA
 from mixers.nsa import NSA
 from mixers.retention import Retention
+from mixers.rwkv6 import RWKV6
+from mixers.rwkv7 import RWKV7
 from mixers.sparse import Sparse
 
 MIXERS: dict[str, type[Mixer]] = {
@@ -47,6 +49,8 @@ MIXERS: dict[str, type[Mixer]] = {
     "mla": MLA,
     "nsa": NSA,
     "retention": Retention,
+    "rwkv6": RWKV6,
+    "rwkv7": RWKV7,
     "sparse": Sparse,
 }
 
@@ -129,5 +133,11 @@ def pattern(cfg: GPTConfig) -> list[list[Word]]:
 
 def build(cfg: GPTConfig) -> list[Mixer]:
     """A mixer for each layer."""
-    mixers = [[cls(cfg, options) for cls, options in words] for words in pattern(cfg)]
+    mixers: list[list[Mixer]] = []
+    before: list[Mixer] = []
+    for layer, words in enumerate(pattern(cfg)):
+        mixers.append([cls(cfg, options) for cls, options in words])
+        for m in mixers[-1]:
+            m.place(layer, before)
+            before.append(m)
     return [one[0] if len(one) == 1 else Parallel(one) for one in mixers]

@@ -37,6 +37,8 @@ VARIANTS = {
     "deltanet": ["deltanet(heads=6, key_heads=3, key_dim=5, value_dim=7, conv=3, negative=True)"],
     "gated_deltanet": ["gated_deltanet(key_heads=2, value_dim=12)", "gated_deltanet(conv=1)|attention(window=3)"],
     "kda": ["kda(heads=2, key_heads=1, key_dim=12)", "kda(negative=True) attention(gate=True, rope=False)"],
+    "rwkv6": ["rwkv6(mix_rank=4, decay_rank=3)", "rwkv6 attention"],
+    "rwkv7": ["rwkv7(decay_rank=3, rate_rank=5, value_rank=2, gate_rank=7)", "attention rwkv7", "rwkv7|rwkv7", "rwkv7|attention(window=3)"],
     "nsa": ["nsa(compress=4, stride=2, select=4, blocks=3, window=5)", "nsa(compress=5, stride=3, select=7, blocks=4, window=6, rotary=4)",
             "nsa(compress=8, stride=8, select=3, blocks=5, window=80)|attention(window=3)"],
 }
