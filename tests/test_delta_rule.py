@@ -129,23 +129,6 @@ def test_heads_that_share_no_keys_evenly_are_refused():
         delta_rule(*inputs("head", 5, G=3)[:5], Positions(3, 5, CPU))
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("kind", KINDS)
-def test_inductor_s_gradients_are_eager_s(kind, monkeypatch):
-    """What torch.compile makes of it, segments and documents included; of small chunks, since the scan is unrolled."""
-    monkeypatch.setattr(module, "CHUNK", 4)
-    monkeypatch.setattr(module, "SEGMENT", 8)
-    pos, ins = packed(11), inputs(kind, 11, B=4, dtype=torch.float32)
-
-    def loss(*ins):
-        y, h = delta_rule(*ins[:-1], Positions(4, 11, CPU, pos), ins[-1])
-        return (y * (pos >= 0)[:, None, :, None]).square().sum() + h.square().sum()
-    leaves = [t for t in ins if t is not None]
-    want, got = torch.autograd.grad(loss(*ins), leaves), torch.autograd.grad(torch.compile(loss)(*ins), leaves)
-    for a, b in zip(got, want):
-        assert (a - b).abs().max() < 1e-5 * max(1, b.abs().max())
-
-
 # oracles: (B, T, H, D) and a scale of K^-0.5 in both; transformers' own functions only where fla does not replace them
 
 def other(run, ins, heads_first=False):

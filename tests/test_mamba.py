@@ -11,7 +11,6 @@ from conftest import fed, tiny, tokens
 from config import GPTConfig, TrainConfig
 from engine.cli import read_preset
 from engine.optim import make_optimizer
-from mixers import build
 from mixers.mamba import Mamba, MambaOptions
 from mixers.mamba2 import Mamba2, Mamba2Options
 from model import GPT
@@ -202,24 +201,6 @@ def test_the_state_does_not_grow_and_the_recurrent_part_is_float32(word, numbers
         state = model.init_state(2, max_len, torch.bfloat16).layers[0]
         assert sum(t.numel() for t in state.values()) == 2 * numbers
         assert state["h"].dtype == torch.float32 and state["conv"].dtype == torch.bfloat16
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("word", ["mamba(norms=True)", "mamba2(n_groups=2, head_dim=8)"])
-@pytest.mark.parametrize("pos", [None, PACKED], ids=["plain", "packed"])
-def test_inductors_gradients_are_eager_s(word, pos):
-    mixer = loud(build(GPTConfig(n_embd=24, n_head=4, n_layer=1, layers=word))[0])
-    x, found = torch.randn(4, T, 24, generator=torch.Generator().manual_seed(1)), []
-    for run in (lambda f: f, lambda f: torch.compile(f, fullgraph=True)):
-        torch._dynamo.reset()
-        mixer.zero_grad()
-        z = x.clone().requires_grad_()
-        y = run(lambda z: mixer(z, Positions(4, T, CPU, pos)))(z)
-        y = y if pos is None else y * (pos >= 0)[..., None]
-        loss(y).backward()
-        found.append([y.detach(), z.grad, *(p.grad.clone() for p in mixer.parameters())])
-    for want, got in zip(*found):
-        near(got, want)
 
 
 @pytest.mark.parametrize("layers, message", [

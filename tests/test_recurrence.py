@@ -171,25 +171,6 @@ def test_heads_that_do_not_fit_are_one_line():
         recurrence(torch.ones(1, 4, 5, 2), torch.ones(1, 2, 5, 2), torch.ones(1, 3, 5, 2), None, Positions(1, 5, CPU))
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("pos", [None, PACKED], ids=["plain", "packed"])
-@pytest.mark.parametrize("decay", ["token", "channel"])
-def test_compiled_by_inductor_it_has_the_gradients_of_eager(decay, pos):
-    x = inputs(decay, True, dtype=torch.float32)
-    want = results(*x, pos, "chunked")
-    torch._dynamo.reset()
-
-    @torch.compile(fullgraph=True)
-    def run(q, k, v, a, u, h):
-        return recurrence(q, k, v, a, Positions(5, T, CPU, pos), u, h)
-
-    y, last = run(*x)
-    if pos is not None:
-        y = y * (pos >= 0)[:, None, :, None]
-    loss = (y * torch.arange(y.numel()).view_as(y).sin()).sum() + (last * torch.arange(last.numel()).view_as(last).cos()).sum()
-    assert_same([y.detach(), last.detach(), *torch.autograd.grad(loss, x)], want, 2e-5)
-
-
 # flash-linear-attention
 
 def naive_form(name):
