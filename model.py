@@ -15,7 +15,8 @@ from torch import Tensor, nn
 
 from config import GPTConfig as GPTConfig
 from mixers import build
-from mixers.mixer import Mixer
+from mixers.channel_mix import ChannelMix
+from mixers.mixer import Mixer, joined, part
 from ops.dropout import Dropout
 from ops.loss import count_valid, nll_sum_of
 from ops.positions import Positions
@@ -66,14 +67,20 @@ class MLP(nn.Module):
 
 
 class Block(nn.Module):
-    def __init__(self, cfg: GPTConfig, mixer: Mixer):
+    def __init__(self, cfg: GPTConfig, mixer: Mixer, layer: int = 0):
         super().__init__()
-        self.norm1, self.mixer, self.norm2, self.mlp = make_norm(cfg), mixer, make_norm(cfg), MLP(cfg)
+        self.shifts = cfg.mlp.startswith("rwkv")             # then both halves look back, and the state is of both
+        self.norm1, self.mixer, self.norm2 = make_norm(cfg), mixer, make_norm(cfg)
+        self.mlp = ChannelMix(cfg, layer) if self.shifts else MLP(cfg)
         self.drop = Dropout(cfg.dropout)
 
     def forward(self, x: Tensor, at: Positions, state: dict[str, Tensor] | None = None) -> Tensor:
-        x = x + self.drop(self.mixer(self.norm1(x), at, state))
-        return x + self.drop(self.mlp(self.norm2(x)))
+        x = x + self.drop(self.mixer(self.norm1(x), at, part(state, "mixer") if self.shifts else state))
+        return x + self.drop(self.mlp(self.norm2(x), *((at, part(state, "mlp")) if self.shifts else ())))
+
+    def init_state(self, *args) -> dict[str, Tensor]:
+        state = self.mixer.init_state(*args)
+        return joined({"mixer": state, "mlp": self.mlp.init_state(*args)}) if self.shifts else state  # type: ignore[operator]
 
 
 class GPT(nn.Module):
@@ -85,7 +92,7 @@ class GPT(nn.Module):
         self.wte = nn.Embedding(cfg.vocab_size, cfg.n_embd)
         self.wpe = nn.Embedding(cfg.block_size, cfg.n_embd) if cfg.position == "learned" else None
         self.drop = Dropout(cfg.dropout)
-        self.blocks = nn.ModuleList(Block(cfg, mixer) for mixer in build(cfg))
+        self.blocks = nn.ModuleList(Block(cfg, mixer, i) for i, mixer in enumerate(build(cfg)))
         self.norm = make_norm(cfg)
         self.head = nn.Linear(cfg.n_embd, cfg.vocab_size, bias=False)
         if cfg.tie_embeddings:
@@ -178,7 +185,7 @@ class GPT(nn.Module):
     def init_state(self, B: int, max_len: int, dtype: torch.dtype | None = None) -> State:
         """The empty past of B rows of up to max_len tokens; dtype (None: the weights') is that of keys and values."""
         w = self.wte.weight
-        layers = [block.mixer.init_state(B, max_len, dtype or w.dtype, w.device) for block in self.blocks]  # type: ignore[operator,union-attr]
+        layers = [block.init_state(B, max_len, dtype or w.dtype, w.device) for block in self.blocks]  # type: ignore[operator]
         return State(torch.zeros(B, dtype=torch.long, device=w.device), layers, 0, max_len)
 
     def flops_per_token(self, T: int) -> float:

@@ -106,6 +106,7 @@ class Ratio(NamedTuple):
 
 
 RATIOS = [Ratio("attention(window=512)", "itself_s", 16384, goal=6), Ratio("nsa", "itself_s", 16384, goal=2),
+          Ratio("mamba", "itself_s", 16384, goal=1.5), Ratio("mamba2", "itself_s", 16384),
           Ratio("hierarchical", "itself_s", 10_000), Ratio("nsa", "decode_s", 65536, "attention")]
 
 

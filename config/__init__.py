@@ -31,10 +31,11 @@ class GPTConfig:
     """width of a head (None: n_embd / n_head)"""
     layers: str = "attention"
     """sequence mixers, tiled over the layers, e.g. "attention(window=512)*3 attention"; `a|b` runs two side by side"""
-    mlp: Literal["swiglu", "gelu", "gelu_tanh", "relu2"] = "swiglu"
-    """feed-forward: swiglu (gated), gelu (exact), gelu_tanh (GPT-2's), relu2 (squared ReLU)"""
+    mlp: Literal["swiglu", "gelu", "gelu_tanh", "relu2", "rwkv6", "rwkv7"] = "swiglu"
+    """feed-forward: swiglu (gated), gelu (exact), gelu_tanh (GPT-2's), relu2 (squared ReLU), rwkv6 and rwkv7 (relu2 that sees the token
+    before; with a gate in rwkv6)"""
     n_inner: int | None = None
-    """hidden width of the feed-forward (None: 4 n_embd, or 8/3 n_embd rounded up to 32 for swiglu)"""
+    """hidden width of the feed-forward (None: 4 n_embd; 8/3 n_embd rounded up to 32 for swiglu, 7/2 rounded down for rwkv6)"""
     norm: Literal["rmsnorm", "layernorm"] = "rmsnorm"
     """normalisation before each half of a block and before the head"""
     norm_eps: float = 1e-5

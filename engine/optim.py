@@ -16,7 +16,8 @@ def make_optimizer(model: nn.Module, config: TrainConfig) -> torch.optim.Optimiz
     matrices only; every parameter in exactly one group, whose highest learning rate is its `high`."""
     hidden = matrices(model) if config.optimizer == "muon" else []
     rest = [p for p in model.parameters() if p.requires_grad and all(p is not q for q, _ in hidden)]   # a tied matrix comes once
-    decayed, vectors = [p for p in rest if p.dim() >= 2], [p for p in rest if p.dim() < 2]
+    decays = lambda p: p.dim() >= 2 and not getattr(p, "no_decay", False)                  # a mixer marks its own, e.g. Mamba's A_log
+    decayed, vectors = [p for p in rest if decays(p)], [p for p in rest if not decays(p)]
     groups = [{"params": decayed, "weight_decay": config.weight_decay}, {"params": vectors, "weight_decay": 0.0}]
     fused = rest[0].device.type in ("cpu", "cuda", "mps")   # 3.9 times as fast as the loop on a CPU too
     adamw = torch.optim.AdamW([{**g, "high": config.learning_rate} for g in groups if g["params"]], lr=config.learning_rate,

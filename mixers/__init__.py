@@ -16,21 +16,41 @@ from typing import Any
 from config import GPTConfig
 from config.check import nearest
 from mixers.attention import Attention
+from mixers.deltanet import DeltaNet
 from mixers.forgetting import Forgetting
+from mixers.gated_deltanet import GatedDeltaNet
+from mixers.gla import GLA
 from mixers.hierarchical import Hierarchical
+from mixers.kda import KDA
+from mixers.linear import Linear
 from mixers.lowrank import LowRank
+from mixers.mamba import Mamba
+from mixers.mamba2 import Mamba2
 from mixers.mixer import Mixer, Parallel
 from mixers.mla import MLA
 from mixers.nsa import NSA
+from mixers.retention import Retention
+from mixers.rwkv6 import RWKV6
+from mixers.rwkv7 import RWKV7
 from mixers.sparse import Sparse
 
 MIXERS: dict[str, type[Mixer]] = {
     "attention": Attention,
+    "deltanet": DeltaNet,
     "forgetting": Forgetting,
+    "gated_deltanet": GatedDeltaNet,
+    "gla": GLA,
     "hierarchical": Hierarchical,
+    "kda": KDA,
+    "linear": Linear,
     "lowrank": LowRank,
+    "mamba": Mamba,
+    "mamba2": Mamba2,
     "mla": MLA,
     "nsa": NSA,
+    "retention": Retention,
+    "rwkv6": RWKV6,
+    "rwkv7": RWKV7,
     "sparse": Sparse,
 }
 
@@ -113,5 +133,11 @@ def pattern(cfg: GPTConfig) -> list[list[Word]]:
 
 def build(cfg: GPTConfig) -> list[Mixer]:
     """A mixer for each layer."""
-    mixers = [[cls(cfg, options) for cls, options in words] for words in pattern(cfg)]
+    mixers: list[list[Mixer]] = []
+    before: list[Mixer] = []
+    for layer, words in enumerate(pattern(cfg)):
+        mixers.append([cls(cfg, options) for cls, options in words])
+        for m in mixers[-1]:
+            m.place(layer, before)
+            before.append(m)
     return [one[0] if len(one) == 1 else Parallel(one) for one in mixers]

@@ -29,6 +29,9 @@ class Mixer(nn.Module):
         """The empty past of B rows of at most max_len tokens: every tensor is (B, ...)."""
         return {}
 
+    def place(self, layer: int, before: list[Mixer]) -> None:
+        """Told once, when a stack is built: the layer, and all mixers that run before, for what depends on depth or is handed on."""
+
     def endless(self, max_len: int) -> bool:
         """Whether a state made for max_len takes more tokens than that."""
         return True
@@ -50,15 +53,11 @@ class Parallel(Mixer):
         self.mixers = nn.ModuleList(mixers)
 
     def forward(self, x: Tensor, at: Positions, state: dict[str, Tensor] | None = None) -> Tensor:
-        outputs = [m(x, at, None if state is None else self.part(state, i)) for i, m in enumerate(self.mixers)]
+        outputs = [m(x, at, part(state, str(i))) for i, m in enumerate(self.mixers)]
         return torch.stack(outputs).sum(0)
 
-    def part(self, state: dict[str, Tensor], i: int) -> dict[str, Tensor]:
-        return {name.partition(".")[2]: t for name, t in state.items() if name.startswith(f"{i}.")}
-
     def init_state(self, B: int, max_len: int, dtype: torch.dtype, device: torch.device) -> dict[str, Tensor]:
-        parts = [m.init_state(B, max_len, dtype, device) for m in self.mixers]  # type: ignore[operator]
-        return {f"{i}.{name}": t for i, part in enumerate(parts) for name, t in part.items()}
+        return joined({str(i): m.init_state(B, max_len, dtype, device) for i, m in enumerate(self.mixers)})  # type: ignore[operator]
 
     def endless(self, max_len: int) -> bool:
         return all(m.endless(max_len) for m in self.mixers)  # type: ignore[operator]
@@ -68,3 +67,13 @@ class Parallel(Mixer):
 
     def backend(self, device: str, dtype: torch.dtype, training: bool) -> str:
         return "|".join(m.backend(device, dtype, training) for m in self.mixers)  # type: ignore[operator]
+
+
+def joined(states: dict[str, dict[str, Tensor]]) -> dict[str, Tensor]:
+    """Several states as one: each tensor's name behind its owner's and a dot."""
+    return {f"{owner}.{name}": t for owner, state in states.items() for name, t in state.items()}
+
+
+def part(state: dict[str, Tensor] | None, owner: str) -> dict[str, Tensor] | None:
+    """The owner's own of `joined`."""
+    return None if state is None else {name[len(owner) + 1:]: t for name, t in state.items() if name.startswith(owner + ".")}

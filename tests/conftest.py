@@ -8,6 +8,8 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
+if "PYTEST_XDIST_WORKER" in os.environ:      # a process a core
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import pytest
 import torch
@@ -21,6 +23,9 @@ VARIANTS = {
                   "attention(window=5)|attention", "attention(sink_logit=True, gate=True, rotary=4)",
                   "attention(window=7, sinks=3, sink_logit=True) attention(theta=1e6)", "attention(window=80, sink_logit=True, gate=True)"],
     "forgetting": ["forgetting(window=7, gate=True)", "forgetting(sink_logit=True, rope=False) attention", "forgetting(window=80)|attention(window=3)"],
+    "gla": ["gla(expand_k=1.0, gate_root=1.0, gate_rank=3)", "gla(decay='lightning')", "gla(decay='lightning', slope=0.3, expand_v=2.0)|attention(window=3)"],
+    "linear": ["linear(feature='relu', rope=False) attention", "linear(normalize=False, feature='identity')", "linear(normalize=False, feature='silu')"],
+    "retention": ["retention(expand_v=1, rope=False)|attention(window=3)"],
     "mla": ["mla(q_lora_rank=12, kv_lora_rank=10, qk_nope_head_dim=6, qk_rope_head_dim=2, v_head_dim=12)", "mla(window=7, sinks=3)",
             "mla(rope=False) attention"],
     "sparse": ["sparse(pattern='first(3) | local(7)')", "sparse(pattern='fixed(8)')", "sparse(pattern='chunk(9)', rope=False)",
@@ -29,6 +34,13 @@ VARIANTS = {
     "lowrank": ["lowrank(segment=5, rank=2)", "lowrank(segment=8, rank=3, rotary=4)", "lowrank(segment=1, rank=1)|attention(window=3)"],
     "hierarchical": ["hierarchical(sentence=3, paragraph=2)", "hierarchical(sentence=4, paragraph=3, rope=False)|attention(window=3)",
                      "hierarchical(sentence=2, paragraph=5)", "hierarchical(sentence=7, paragraph=2, ends=(1, 3, 5, 7, 9, 11, 60), shortest=2)"],
+    "mamba": ["mamba(d_state=5, d_conv=3, expand=1, dt_rank=7)", "mamba(norms=True) attention(rope=False)", "mamba(d_conv=1)|attention(window=5)"],
+    "mamba2": ["mamba2(d_state=5, head_dim=8, n_groups=4, d_conv=3)", "mamba2(head_dim=4, expand=1, n_groups=2)|attention", "mamba2(head_dim=16) attention"],
+    "deltanet": ["deltanet(heads=6, key_heads=3, key_dim=5, value_dim=7, conv=3, negative=True)"],
+    "gated_deltanet": ["gated_deltanet(key_heads=2, value_dim=12)", "gated_deltanet(conv=1)|attention(window=3)"],
+    "kda": ["kda(heads=2, key_heads=1, key_dim=12)", "kda(negative=True) attention(gate=True, rope=False)"],
+    "rwkv6": ["rwkv6(mix_rank=4, decay_rank=3)", "rwkv6 attention"],
+    "rwkv7": ["rwkv7(decay_rank=3, rate_rank=5, value_rank=2, gate_rank=7)", "attention rwkv7", "rwkv7|rwkv7", "rwkv7|attention(window=3)"],
     "nsa": ["nsa(compress=4, stride=2, select=4, blocks=3, window=5)", "nsa(compress=5, stride=3, select=7, blocks=4, window=6, rotary=4)",
             "nsa(compress=8, stride=8, select=3, blocks=5, window=80)|attention(window=3)"],
 }

@@ -278,21 +278,6 @@ def test_wrong_options_are_one_line(fields, message):
     assert message in str(e.value) and "\n" not in str(e.value)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("pos", [None, PACKED], ids=["plain", "packed"])
-def test_compiled_by_inductor_it_has_the_gradients_of_eager(pos):
-    model, x = tiny(layers="forgetting(sink_logit=True, gate=True, window=9)", n_kv_head=2, n_layer=1), tokens(3, 50)
-    torch._dynamo.reset()
-    results = []
-    for run in (model, torch.compile(model, fullgraph=True)):
-        model.zero_grad()
-        loss = run(x, x.roll(-1, 1), pos)
-        loss.backward()
-        results.append([loss.detach(), *(p.grad.clone() for p in model.parameters())])
-    for a, b in zip(*results):
-        torch.testing.assert_close(b, a, rtol=1e-4, atol=1e-5)
-
-
 def test_compiled_steps_are_eager_s():
     model, x = tiny(layers="forgetting forgetting(window=9)"), tokens(2, 24)
     want = fed(model, x, [20, 1, 1, 1, 1])

@@ -6,7 +6,7 @@ import math
 import pytest
 import torch
 from conftest import fed, tiny, tokens
-from test_lowrank import CPU, PACKED, PLAIN, T, assert_same, close, compiled_is_eager, goes_on_behind_padding, turned
+from test_lowrank import CPU, PACKED, PLAIN, T, assert_same, close, goes_on_behind_padding, turned
 from torch.utils.flop_counter import FlopCounterMode
 
 import ops.units
@@ -167,13 +167,6 @@ def test_the_work_goes_with_what_is_seen():
             m(torch.randn(1, T, 64), Positions(1, T, CPU))
         return counter.get_total_flops() - 2 * T * sum(p.numel() for p in (m.qkv.weight, m.out.weight))
     assert flops(4096) < 1.1 * 4096 * 4 * 64 * (128 + 8 + 32)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("pos", [None, PACKED], ids=["plain", "packed"])
-@pytest.mark.parametrize("word", ["hierarchical(sentence=3, paragraph=2)", "hierarchical(sentence=5, paragraph=3, ends=(1, 5, 9, 13, 17, 21, 33), shortest=2)"])
-def test_compiled_gradients_are_eager_ones(word, pos):
-    compiled_is_eager(word, pos)
 
 
 @pytest.mark.parametrize("options, message", [(dict(sentence=0), "sentence=0 must be at least 1"), (dict(ends=(3,), shortest=17), "shortest=17 must be at most 16"),

@@ -184,26 +184,6 @@ def test_work_and_memory_go_with_what_is_seen():
     assert flops(4096) < 1.5 * 4096 * 4 * 64 * (32 + 4 * 4096 / 32)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("pos", [None, PACKED], ids=["plain", "packed"])
-def test_compiled_gradients_are_eager_ones(pos):
-    compiled_is_eager("lowrank(segment=5, rank=2)", pos)
-
-
-def compiled_is_eager(word, pos):
-    """By inductor: over several units, outputs and every gradient in float32."""
-    model, x = tiny(layers=word, n_kv_head=2, n_layer=1), tokens(4, T)
-    real = slice(None) if pos is None else pos >= 0
-    results = []
-    for run in (model, torch.compile(model)):
-        model.zero_grad()
-        y = run(x, pos=pos)[real]
-        y.square().mean().backward()
-        results.append([y.detach(), *(p.grad.clone() for p in model.parameters())])
-    for a, b in zip(*results):
-        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5 * a.abs().max().item())
-
-
 @pytest.mark.parametrize("options, message", [(dict(rank=200), "rank=200 must be at most 128"), (dict(segment=0, rank=1), "segment=0 must be at least 1"), (dict(rank=0), "rank=0")])
 def test_a_wrong_option_is_one_line(options, message):
     with pytest.raises(ValueError, match=message):

@@ -4,5 +4,6 @@ from config.python_code import *
 
 layers = "forgetting(gate=True)"
 position = "none"            # the gates tell order, as in the paper
+max_iters = 500
 
 # No run of this file has been recorded yet.

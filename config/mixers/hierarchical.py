@@ -3,5 +3,6 @@
 from config.python_code import *
 
 layers = "hierarchical(sentence=8, paragraph=4)"
+max_iters = 500
 
 # No run of this file has been recorded yet.

@@ -4,5 +4,6 @@ from config.python_code import *
 
 layers = "mla"
 qk_norm = False              # mla normalises its latents instead
+max_iters = 500
 
 # No run of this file has been recorded yet.

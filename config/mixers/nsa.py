@@ -4,5 +4,6 @@ from config.python_code import *
 
 layers = "nsa(compress=8, stride=4, select=16, blocks=4, window=32)"
 n_kv_head = 2                # the heads of a group choose together
+max_iters = 500
 
 # No run of this file has been recorded yet.

@@ -3,5 +3,6 @@
 from config.python_code import *
 
 layers = "sparse(pattern='local(16) | strided(16)')"
+max_iters = 500
 
 # No run of this file has been recorded yet.

@@ -1,0 +1,10 @@
+"""config/python_code.py with RWKV-6: no attention, a state of 64 x 64 numbers a head and nothing that grows with the text."""
+
+from config.python_code import *
+
+layers = "rwkv6"
+mlp = "rwkv6"                # relu2 that sees the token before, times a gate
+position = "none"            # the decay and the token shift tell order
+qk_norm = False
+
+# No run of this file has been recorded yet.
