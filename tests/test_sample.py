@@ -41,7 +41,7 @@ def test_greedy_text_is_the_same_with_and_without_cache_alone_and_in_a_batch(wor
     """C10, P58, P65; a row that stops early changes nothing for the others."""
     model = tiny(layers=word, tie_embeddings=False)     # tied and untrained, it would repeat its input for ever
     want = [recomputed(model, p, 60) for p in PROMPTS]
-    assert sum(len(set(text)) for text in want) > 30
+    assert sum(len(set(text)) for text in want) > 20
     assert written(model, PROMPTS, 60, temperature=0) == want == [written(model, [p], 60, temperature=0)[0] for p in PROMPTS]
     assert written(model, PROMPTS[::-1], 60, temperature=0) == want[::-1]
     got = written(model, PROMPTS, 60, temperature=0, stop_ids=[want[1][5]])
