@@ -21,7 +21,6 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
@@ -93,8 +92,8 @@ def chunked(q: Tensor, k: Tensor, v: Tensor, beta: Tensor, g: Tensor | None, at:
 
 def cut(x: Tensor, G: int, C: int) -> Tensor:
     """(B, G R, T, ...) -> (B, G, R, N, C, ...), filled up with zeros, which neither decay nor add."""
-    if x.shape[2] % C:
-        x = F.pad(x, [0] * 2 * (x.dim() - 3) + [0, -x.shape[2] % C])
+    if x.shape[2] % C:        # not F.pad, of whose gradient inductor 2.13 makes garbage on a CPU
+        x = torch.cat([x, x.new_zeros(*x.shape[:2], -x.shape[2] % C, *x.shape[3:])], 2)
     return x.unflatten(2, (-1, C)).unflatten(1, (G, -1))
 
 

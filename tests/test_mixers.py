@@ -145,7 +145,7 @@ def test_compiled_is_eager_forward_and_backward(word):
     """By torch.compile's own compiler, whose loops are not eager's operations: rows past every border, plain and packed. The loss is
     the sum over real tokens: what padding gives is nobody's."""
     torch.compiler.reset()
-    model, x = tiny(layers=word, n_layer=1).train(), tokens(4, 150)
+    model, x = tiny(layers=word, n_layer=len(parse(word))).train(), tokens(4, 150)
     long = positions([150], [70, 1, 79], [-17, 133], [-5, 60, 75, -10], T=150)
     for pos in (None, long):
         targets = x.roll(-1, 1) if pos is None else x.roll(-1, 1).masked_fill(pos < 0, -1)
