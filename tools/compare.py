@@ -187,7 +187,7 @@ def shapes(config: CompareConfig, vocab_size: int) -> dict[str, TrainConfig]:
 def call(pipe: Any, f: Callable, arguments: tuple) -> None:
     try:
         pipe.send((True, f(*arguments)))
-    except KeyboardInterrupt:
+    except KeyboardInterrupt:             # the parent has been interrupted too, and says so
         pass
     except CAUGHT as e:
         pipe.send((False, e))
