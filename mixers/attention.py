@@ -8,13 +8,13 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from config import GPTConfig
 from config.check import check_fields, check_range
 from mixers.mixer import Mixer
 from ops.attend import How, attend, choose
+from ops.norm import rms_norm
 from ops.positions import Keys, Positions
 from ops.rope import alibi_slopes, rope_table, rotate
 
@@ -108,7 +108,7 @@ class Attention(Mixer):
         """x (B, T, C) -> q (B, H, T, D), k and v (B, G, T, D), normalised and rotated, and where there is a gate its (B, H, T, D)."""
         q, k, v, *gate = self.qkv(x).view(*x.shape[:2], -1, self.D).transpose(1, 2).split(self.counts, 1)
         if self.cfg.qk_norm:       # in float32, which the rotation takes anyway
-            q, k = (F.rms_norm(t.float(), (self.D,), norm.weight.float(), norm.eps) for t, norm in ((q, self.q_norm), (k, self.k_norm)))
+            q, k = rms_norm(q, self.q_norm), rms_norm(k, self.k_norm)
         q, k = (t.type_as(v) for t in self.rotated(at, q, k))
         return q, k, v, *gate
 

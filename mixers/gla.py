@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from config import GPTConfig
 from config.check import check_fields, check_range
 from mixers.linear import Fading, head_width
+from ops.norm import rms_norm
 from ops.positions import Positions
 from ops.rope import alibi_slopes
 
@@ -70,8 +71,5 @@ class GLA(Fading):
             log_decay = F.logsigmoid(self.decay_out(self.decay_in(x)).float()) / self.root                 # (B, T, G K)
             log_decay = log_decay.unflatten(-1, (self.G, self.K)).transpose(1, 2)
         y = self.read(q, k, v, log_decay, at, state)
-        y = self.normed(self.joined(y)) if self.lightning else self.joined(self.normed(y))
+        y = rms_norm(self.joined(y), self.norm) if self.lightning else self.joined(rms_norm(y, self.norm))
         return self.out((gate.sigmoid() if self.lightning else F.silu(gate)) * y.type_as(x))
-
-    def normed(self, y: Tensor) -> Tensor:
-        return F.rms_norm(y, self.norm.normalized_shape, self.norm.weight.float(), self.norm.eps)

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from config import GPTConfig
 from config.check import check_fields, check_range
 from mixers.mixer import Mixer
+from ops.norm import rms_norm
 from ops.positions import Positions
 from ops.scan import scan
 from ops.shift import short_conv
@@ -53,11 +54,6 @@ def short_conv_weights(channels: int, K: int) -> tuple[Tensor, Tensor]:
     return torch.empty(channels, K).uniform_(-K**-0.5, K**-0.5), torch.empty(channels).uniform_(-K**-0.5, K**-0.5)
 
 
-def rms_norm(x: Tensor, norm: nn.RMSNorm) -> Tensor:
-    """norm(x) computed in float32, whatever the dtypes."""
-    return F.rms_norm(x.float(), norm.weight.shape, norm.weight.float(), norm.eps).type_as(x)
-
-
 class Mamba(Mixer):
     """Its state is the scan's, N numbers a channel in float32, and the last d_conv - 1 inputs of the convolution, whatever came before.
 
@@ -91,7 +87,7 @@ class Mamba(Mixer):
         u = F.silu(u)
         d, B, C = self.select(u).split([self.R, self.N, self.N], -1)
         if self.norms:
-            d, B, C = (rms_norm(t, norm) for t, norm in ((d, self.dt_norm), (B, self.B_norm), (C, self.C_norm)))
+            d, B, C = (rms_norm(t, norm).type_as(t) for t, norm in ((d, self.dt_norm), (B, self.B_norm), (C, self.C_norm)))
         dt = F.softplus(F.linear(d, self.dt.type_as(d)).float() + self.dt_bias.float())
         y, h = scan(u, dt, -self.A_log.float().exp(), B, C, at, None if state is None else state["h"])
         if state is not None:

@@ -22,6 +22,7 @@ from config import GPTConfig
 from config.check import check_fields, check_range
 from mixers.mixer import Mixer
 from ops.attend import How, attend, choose, opened, see
+from ops.norm import rms_norm
 from ops.positions import Keys, Positions
 from ops.rope import rope_table, rotate
 
@@ -102,7 +103,7 @@ class MLA(Mixer):
 
     def queries_and_latents(self, x: Tensor, at: Positions) -> tuple[Tensor, Tensor]:
         """x (B, T, C) -> q (B, H, T, nope + rot) and kv (B, T, rank + rot), rotated, the latents normalised."""
-        q = self.q_up(normed(self.q_down(x), self.q_norm) if self.q_rank else x)
+        q = self.q_up(rms_norm(self.q_down(x), self.q_norm).type_as(x) if self.q_rank else x)
         q, q_rot = q.unflatten(-1, (self.H, self.D)).transpose(1, 2).split([self.nope, self.rot], -1)
         c, k_rot = self.kv_down(x).split([self.rank, self.rot], -1)
         if self.rope:
@@ -110,7 +111,7 @@ class MLA(Mixer):
             cos, sin = at.once(("rope", self.rot, self.cfg.rope_theta), lambda: rope_table(pos, self.rot, self.cfg.rope_theta))
             q_rot = rotate(q_rot, cos, sin, self.cfg.rope_layout)
             k_rot = rotate(k_rot[:, None], cos, sin, self.cfg.rope_layout)[:, 0]
-        return torch.cat([q, q_rot], -1), torch.cat([normed(c, self.kv_norm), k_rot], -1)
+        return torch.cat([q, q_rot], -1), torch.cat([rms_norm(c, self.kv_norm).type_as(c), k_rot], -1)
 
     def expanded(self, q: Tensor, kv: Tensor, at: Positions, keys: Keys | None = None) -> Tensor:
         """q (B, H, T, nope + rot), kv (B, S, rank + rot) -> (B, H, T, V): every head's keys and values, by any backend."""
@@ -170,8 +171,3 @@ class MLA(Mixer):
         a CPU's fused kernel and CUDA's flash refuse, and what torch runs then holds all T x S scores."""
         how = How(window=self.window, sinks=self.sinks, softcap=self.cfg.attn_softcap, dropout=self.cfg.attn_dropout if training else 0.0)
         return choose(self.cfg.attention_backend, device, dtype, self.wide, how, grad=training)
-
-
-def normed(x: Tensor, norm: nn.RMSNorm) -> Tensor:
-    """In float32, whatever the model's dtype or autocast."""
-    return F.rms_norm(x.float(), norm.normalized_shape, norm.weight.float(), norm.eps).type_as(x)

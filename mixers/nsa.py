@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from config import GPTConfig
 from config.check import check_range
 from mixers.attention import Attention, AttentionOptions, RotaryOptions
+from ops.norm import rms_norm
 from ops.nsa import Sizes, compressed, exact, selected
 from ops.positions import Positions, lined_up, write
 
@@ -81,7 +82,7 @@ class NSA(Attention):
         raw, kv = self.kv(x).chunk(2, -1)                                                                 # (B, T, 2 G D) each
         block_k, block_v = kv.view(B, T, 2, self.G, self.D).transpose(1, 3).unbind(2)                     # (B, G, T, D)
         if self.cfg.qk_norm:
-            q, k, block_k = rms(q, self.q_norm), rms(k, self.k_norm), rms(block_k, self.block_norm)
+            q, k, block_k = rms_norm(q, self.q_norm), rms_norm(k, self.k_norm), rms_norm(block_k, self.block_norm)
         turned, k, block_k = self.rotated(at, q, k, block_k)
         q, turned, k, block_k = (t.type_as(v) for t in (q, turned, k, block_k))
 
@@ -107,7 +108,7 @@ class NSA(Attention):
         index = index + torch.arange(B, device=raw.device)[:, None, None] * tokens.shape[2]
         block = F.embedding(index, tokens.flatten(0, 2)).view(*index.shape, 2, self.G, self.D).movedim(2, 4)   # (B, N, 2, G, l, D)
         k, v = (make(t).transpose(1, 2) for make, t in zip((self.compress_k, self.compress_v), block.unbind(2)))   # (B, G, N, D)
-        k, v = (rms(k, self.row_norm) if self.cfg.qk_norm else k).to(raw.dtype), v.to(raw.dtype)
+        k, v = (rms_norm(k, self.row_norm) if self.cfg.qk_norm else k).to(raw.dtype), v.to(raw.dtype)
         seen = self.sizes.rows(at.pos + 1)
         if state is None:
             return k, v, None if at.plain else upto - seen
@@ -163,8 +164,3 @@ class NSA(Attention):
         layers = sum(m.weight.numel() for make in (self.compress_k, self.compress_v) for m in (make.up, make.down))
         keys = self.sizes.rows(T) + min(T, self.sizes.blocks * self.sizes.select) + min(T, self.window)
         return 4 * self.H * self.D * keys + 2 * layers * (self.G / self.sizes.stride - 1)
-
-
-def rms(t: Tensor, norm: nn.RMSNorm) -> Tensor:
-    """In float32, which the rotation takes anyway."""
-    return F.rms_norm(t.float(), t.shape[-1:], norm.weight.float(), norm.eps)
