@@ -106,6 +106,40 @@ leave()
             assert all(torch.equal(a, b) for other in others for a, b in zip(first[2], other[2]))
 
 
+def test_every_mixer_trains_on_two_ranks_as_on_one(tmp_path):
+    """Loss and gradients; a parameter that gets none would hang or stop DDP."""
+    script = tmp_path / "step.py"
+    script.write_text(f"""
+import contextlib, sys, torch
+sys.path.insert(0, {str(ROOT / 'tests')!r})
+from conftest import tiny, tokens
+from engine.parallel import Ranks, leave
+from mixers import MIXERS
+from train import backward
+ranks, found = Ranks("cpu"), {{}}
+for word, mlp in [*((word, "swiglu") for word in MIXERS), ("rwkv6", "rwkv6"), ("rwkv7", "rwkv7")]:
+    model = tiny(layers=word, mlp=mlp).train()
+    x, y = tokens(4, 20), tokens(4, 20, 1)
+    own = slice(ranks.rank * 4 // ranks.size, (ranks.rank + 1) * 4 // ranks.size)
+    for _ in range(2):                       # a parameter left out is only noticed at the next call
+        model.zero_grad()
+        loss = backward(ranks.wrap(model), x[own], y[own], 1, contextlib.nullcontext, ranks, lambda loss: loss)
+    found[word, mlp] = [loss, *(p.grad for p in model.parameters())]
+torch.save(found, {str(tmp_path)!r} + f"/{{ranks.size}}_{{ranks.rank}}.pt")
+leave()
+""", encoding="utf-8")
+    for n in (1, 2):
+        run = torchrun(n, str(script))
+        out = run.communicate(timeout=300)[0]
+        assert run.returncode == 0, out
+    one, *two = (torch.load(tmp_path / name) for name in ("1_0.pt", "2_0.pt", "2_1.pt"))
+    for key in one:
+        for other in two:
+            for a, b in zip(one[key], other[key], strict=True):
+                assert a is not None and b is not None, key
+                torch.testing.assert_close(b, a, rtol=1e-4, atol=1e-5 * a.abs().max().item(), msg=lambda m, key=key: f"{key}: {m}")
+
+
 def test_all_ranks_stop_together_and_go_on_with_another_number(config):  # noqa: F811
     config = replace(config, dropout=0.0, lr_decay_iters=40, max_iters=100_000)
     run = torchrun(2, *command(config)[1:])

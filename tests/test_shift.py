@@ -2,9 +2,10 @@
 
 import pytest
 import torch
+import torch.nn.functional as F
 
 from ops.positions import Positions
-from ops.shift import shift, short_conv
+from ops.shift import InBlocks, shift, short_conv
 
 CPU = torch.device("cpu")
 K = 4
@@ -55,6 +56,17 @@ def test_convolution_in_pieces_is_torch_s(pos, pieces):
     conv.weight.data, conv.bias.data = weight[:, None], bias
     if pos is None:
         torch.testing.assert_close(conv(x.mT)[..., :11].mT, want)
+
+
+@pytest.mark.parametrize("with_bias", [True, False])
+@pytest.mark.parametrize("B, T", [(1, 700), (3, 171), (300, 2)])
+def test_in_blocks_it_is_conv1d_outputs_and_gradients(B, T, with_bias):
+    row, weight, bias, g = (torch.randn(s, dtype=torch.float64) for s in ((B, T + K - 1, 3), (3, K), (3,), (B, T, 3)))
+    leaves = [t.requires_grad_() for t in (row, weight, bias)[:2 + with_bias]]
+    bias = bias if with_bias else None
+    ours, theirs = InBlocks.apply(row, weight, bias), F.conv1d(row.mT, weight[:, None], bias, groups=3).mT
+    torch.testing.assert_close(ours, theirs)
+    torch.testing.assert_close(torch.autograd.grad(ours, leaves, g), torch.autograd.grad(theirs, leaves, g))
 
 
 def test_padding_leaves_no_trace_in_the_tail():

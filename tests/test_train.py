@@ -20,6 +20,7 @@ from data.shards import Corpus
 from engine import checkpoint
 from engine.checkpoint import find_step, load_model, read_progress
 from engine.parallel import Ranks
+from mixers import MIXERS
 from train import backward, train
 
 
@@ -57,6 +58,16 @@ def test_a_resumed_run_equals_an_unbroken_one_bit_for_bit(config, first, then):
     train(replace(part, max_iters=then, init_from="resume"))
     assert metrics(part.out_dir) == metrics(whole.out_dir) and len(metrics(whole.out_dir)) == 12
     assert same(part.out_dir, whole.out_dir)
+
+
+@pytest.mark.parametrize("word", [*MIXERS, "rwkv6 mlp=rwkv6", "rwkv7 mlp=rwkv7"])
+def test_a_run_of_every_mixer_resumes_bit_for_bit(config, word):
+    layers, _, mlp = word.partition(" mlp=")
+    config = replace(config, layers=layers, mlp=mlp or config.mlp, n_head=4, n_kv_head=2, n_embd=32, lr_decay_iters=4, max_iters=4)
+    train(replace(config, out_dir=config.out_dir + "_whole"))
+    train(replace(config, max_iters=2))
+    train(replace(config, init_from="resume"))
+    assert metrics(config.out_dir) == metrics(config.out_dir + "_whole") and same(config.out_dir, config.out_dir + "_whole")
 
 
 def test_a_run_resumed_twice_and_one_that_was_killed_after_its_checkpoint(config):

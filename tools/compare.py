@@ -279,25 +279,15 @@ def run(cfg: TrainConfig) -> Row:
     memory = [line["memory_gb"] for line in old_lines(out / "metrics.jsonl") if line.get("memory_gb")]
     return {"loss": sum(w * r["loss"] for w, r in found), "bits_per_byte": sum(bits) if len(bits) == len(found) else None,
             "tokens": done.tokens, "steps": done.iter, "seconds": curve[-1][1], "memory_gb": max(memory, default=None),
-            "curve": [list(point) for point in curve if point[2] is not None]}
+            "curve": [list(point) for point in curve]}
 
 
-def timeline(lines: list[dict]) -> list[tuple[int, float, float | None]]:
-    """metrics.jsonl -> (tokens, seconds of training until there, the validation loss or None): each stretch at its own speed, without
-    evaluations, stops, and what the first step has compiled."""
-    points: list[tuple[int, float, float | None]] = []
-    known = [line["tokens_per_s"] for line in lines if line.get("tokens_per_s")]
-    tokens, seconds = 0, 0.0
-    for line in lines:
-        if "loss" in line:
-            rate = line.get("tokens_per_s") or (known[0] if known else math.inf)
-            seconds, tokens = seconds + max(0, line["tokens"] - tokens) / rate, line["tokens"]
-            points.append((tokens, seconds, None))
-        elif "val_loss" in line:
-            behind = line["tokens"] - tokens                  # since the last line of training
-            rate = next((later["tokens_per_s"] for later in lines if later.get("tokens_per_s") and later["tokens"] >= line["tokens"]), None)
-            points.append((line["tokens"], seconds + (behind / (rate or known[-1]) if behind and known else 0), line["val_loss"]))
-    return points
+def timeline(lines: list[dict]) -> list[tuple[int, float, float]]:
+    """metrics.jsonl -> (tokens, seconds of training until there, validation loss) of each evaluation: at the run's median speed, so
+    without evaluations, stops, what the first step has compiled, and what else the machine had to do for a while."""
+    speeds = [line["tokens_per_s"] for line in lines if line.get("tokens_per_s")]
+    speed = median(speeds) if speeds else math.inf
+    return [(line["tokens"], line["tokens"] / speed, line["val_loss"]) for line in lines if "val_loss" in line]
 
 
 # the comparison
