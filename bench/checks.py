@@ -30,8 +30,12 @@ from engine.checkpoint import find_step, load_model
 from engine.generate import generate
 from engine.parallel import Ranks, leave
 from model import GPT, GPTConfig
+from ops import fla
 from ops.attend import How, attend, cannot
+from ops.delta_rule import delta_rule
 from ops.positions import Positions
+from ops.recurrence import recurrence
+from ops.rwkv7 import rwkv7
 from train import train
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -40,6 +44,7 @@ ROOT = Path(__file__).resolve().parent.parent
 # times that of the largest to the largest; TF32 would be 3e-4 off, a window of 16 that is one key too long 0.2.
 CURVES, SKIPPED = {"float32": 0.0, "bfloat16": 0.02, "float16": 0.02}, 3
 ATTENTION = {torch.float32: (3e-5, 1e-4), torch.bfloat16: (0.02, 0.03)}
+RECURRENT = {torch.float32: 1e-4, torch.bfloat16: 0.03}
 COMPILED = {"float32": 1e-4, "bfloat16": 0.02}   # losses compiled against eager, relative
 GRAPHS = 2           # that one run may compile: training and evaluation
 SAME = 1e-4          # losses of runs, and logits, that differ in the order of sums alone, relative
@@ -202,6 +207,43 @@ def check_attention(device: torch.device, backend: str, dtypes: tuple[torch.dtyp
         f"{off:.2g} of the tolerance in {str(dtype)[6:]}" for dtype, off in worst.items() if off)
 
 
+def recurrences(device: torch.device, dtype: torch.dtype, T: int, D: int = 64) -> dict[str, tuple[Callable, list[Tensor | None]]]:
+    """Every operation that keeps a state of fixed size, and inputs as a mixer makes them: products' in dtype, decays in float32."""
+    g = torch.Generator().manual_seed(0)
+    draw = lambda *last: torch.randn(2, 4, T, *last, generator=g).to(device)
+    q, k, v = (t.to(dtype) for t in (draw(D) / 8, torch.nn.functional.normalize(draw(D), dim=-1), draw(D)))
+    by_head, by_channel, rate = -draw().sigmoid(), -draw(D).sigmoid() / 2, draw().sigmoid()
+    return {"no decay": (recurrence, [q, k, v, None]), "by head": (recurrence, [q, k, v, by_head]),
+            "by channel": (recurrence, [q, k, v, by_channel]), "delta": (delta_rule, [q, k, v, rate.to(dtype), None]),
+            "gated delta": (delta_rule, [q, k, v, rate, by_head]), "kda": (delta_rule, [q, k, v, rate, by_channel]),
+            "rwkv7": (rwkv7, [q, by_channel, k, v, -k, (k * draw(D).sigmoid()).to(dtype)])}
+
+
+def one_recurrence(f: Callable, inputs: list[Tensor | None], at: Positions, backend: str, dtype: torch.dtype) -> list[Tensor]:
+    """y, the last state, and all gradients."""
+    x = [t if t is None else t.to(torch.promote_types(t.dtype, dtype)).requires_grad_() for t in inputs]
+    y, h = f(*x, at, backend=backend)
+    y = y.masked_fill((at.pos < 0)[:, None, :, None], 0)
+    weight = torch.randn(y.shape, generator=torch.Generator().manual_seed(1)).to(y.device)
+    grads = torch.autograd.grad((y * weight).sum() + h.sum(), [t for t in x if t is not None])
+    return [t.detach().float() for t in (y, h, *grads)]
+
+
+def check_recurrences(device: torch.device, backend: str, dtype: torch.dtype, T: int = 200) -> str:
+    """A backend (auto: fla's kernels) against the loop over tokens in float32: outputs, last states and gradients."""
+    packed, done, worst, wrong = torch.tensor([PACKED[:T], list(range(T))], device=device), 0, 0.0, []
+    for where, pos in (("", None), (" in documents", packed)):
+        for name, (f, inputs) in recurrences(device, dtype, T).items():
+            at = Positions(2, T, device, pos)
+            got, want = one_recurrence(f, inputs, at, backend, dtype), one_recurrence(f, inputs, at, "naive", torch.float32)
+            off = max(difference(a, b) for a, b in zip(got, want)) / RECURRENT[dtype]
+            worst, done = max(worst, off), done + 1
+            if not off <= 1:
+                wrong.append(f"{name}{where} ({off:.2g})")
+    demand(not wrong, f"times the tolerance: {', '.join(wrong)}")
+    return f"{done} cases, with gradients; at most {worst:.2g} of the tolerance"
+
+
 def check_compile(device: torch.device, layers: str = "attention", dtype: str = "float32", steps: int = 12) -> str:
     """Compiled training gives the losses of eager training, and steps of one shape share a graph."""
     with corpus() as folder:
@@ -314,6 +356,7 @@ def checks(device: torch.device) -> list[Check]:
     """All of them, in order."""
     needs = "" if device.type == "cuda" else "needs CUDA"
     flash = needs or cannot("flash", "cuda", torch.bfloat16, 64, How(), plain=True, grad=True)
+    no_fla = "" if fla.VERSION else "fla-core is not installed"
     local = "attention(window=32) attention"
     return [
         Check("float32, bfloat16", check_dtype, (("float32", "bfloat16"),)),
@@ -322,6 +365,8 @@ def checks(device: torch.device) -> list[Check]:
         Check("attention: sdpa", check_attention, ("sdpa",)),
         Check("attention: flex", check_attention, ("flex",)),
         Check("attention: flash", check_attention, ("flash",), flash),
+        Check("recurrences", check_recurrences, ("chunked", torch.float32)),
+        Check("recurrences: fla", check_recurrences, ("auto", torch.bfloat16), needs or no_fla),
         Check("compile", check_compile, (), needs),
         Check("compile, bfloat16", check_compile, ("attention", "bfloat16"), needs),
         Check("compile, window", check_compile, (local, "bfloat16"), needs),

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from config import GPTConfig
 from config.check import check_fields, check_range
 from mixers.mixer import Mixer
+from ops import fla
 from ops.delta_rule import CHUNK, delta_rule
 from ops.positions import Positions
 from ops.shift import short_conv
@@ -51,6 +52,7 @@ class DeltaNet(Mixer):
     """
 
     Options = DeltaOptions
+    backend = fla.backend
 
     def __init__(self, cfg: GPTConfig, options: DeltaOptions):
         super().__init__()

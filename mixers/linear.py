@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from config import GPTConfig
 from config.check import check_fields
 from mixers.mixer import Mixer
+from ops import fla
 from ops.positions import Positions
 from ops.recurrence import recurrence
 from ops.rope import rope_table, rotate
@@ -41,6 +42,8 @@ class LinearOptions:
 class Fading(Mixer):
     """H heads of queries over G states h (K, V): its state is (B, G, K, V) in float32, whatever the context. n_kv_head shares keys,
     values, decays and so states; window, sinks, qk_norm, dropout and soft-cap of attention say nothing here."""
+
+    backend = fla.backend
 
     def __init__(self, cfg: GPTConfig, K: int, V: int, gate: bool):
         super().__init__()

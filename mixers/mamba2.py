@@ -16,6 +16,7 @@ from config import GPTConfig
 from config.check import check_fields, check_range
 from mixers.mamba import inverse_softplus_of_steps, short_conv_weights
 from mixers.mixer import Mixer
+from ops import fla
 from ops.positions import Positions
 from ops.recurrence import CHUNK, recurrence
 from ops.shift import short_conv
@@ -50,6 +51,7 @@ class Mamba2(Mixer):
     """
 
     Options = Mamba2Options
+    backend = fla.backend
 
     def __init__(self, cfg: GPTConfig, options: Mamba2Options):
         super().__init__()

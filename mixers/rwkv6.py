@@ -14,6 +14,7 @@ from config import GPTConfig
 from config.check import check_fields, check_range
 from mixers.mixer import Mixer
 from mixers.rwkv7 import LowRank
+from ops import fla
 from ops.positions import Positions
 from ops.recurrence import recurrence
 from ops.shift import shift
@@ -39,6 +40,7 @@ class RWKV6(Mixer):
     paper's code, by channel and depth."""
 
     Options = RWKV6Options
+    backend = fla.backend
 
     def __init__(self, cfg: GPTConfig, options: RWKV6Options):
         super().__init__()

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from config import GPTConfig
 from config.check import check_fields, check_range
 from mixers.mixer import Mixer
+from ops import fla
 from ops.positions import Positions
 from ops.rwkv7 import rwkv7
 from ops.shift import shift
@@ -58,6 +59,7 @@ class RWKV7(Mixer):
     """
 
     Options = RWKV7Options
+    backend = fla.backend
 
     def __init__(self, cfg: GPTConfig, options: RWKV7Options):
         super().__init__()

@@ -24,6 +24,7 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
+from ops import fla
 from ops.positions import Positions
 
 CHUNK = 64           # tokens: the triangles cost as much as the state's products where K = V = 64
@@ -31,14 +32,16 @@ SEGMENT = 1024       # tokens whose intermediate results are held at once; in tr
 
 
 def delta_rule(q: Tensor, k: Tensor, v: Tensor, beta: Tensor, log_decay: Tensor | None, at: Positions, h: Tensor | None = None,
-               backend: str = "chunked") -> tuple[Tensor, Tensor]:
+               backend: str = "auto") -> tuple[Tensor, Tensor]:
     """q, k (B, G, T, K), v (B, H, T, V), beta (B, H, T), H a multiple of G (H/G value heads in a row share keys), log_decay <= 0
     (B, H, T), or (B, H, T, K) by channel, or None; h (B, H, K, V), the state before the first token (None: zeros) -> y (B, H, T, V) and
     the state after the last, both float32 at least. A document begins with h = 0; padding leaves h as it was. ValueError where H is no
-    multiple of G."""
+    multiple of G. backend: chunked, naive, or auto: fla's kernels where they are (ops/fla.py), else chunked."""
     B, G, T, K = q.shape
     if v.shape[1] % G:
         raise ValueError(f"delta_rule: {v.shape[1]} value heads are no multiple of {G} key heads")
+    if backend == "auto" and T > 1 and fla.takes(v.device.type, fla.half(v), K):
+        return fla.delta_rule(q, k, v, beta, log_decay, at, h)
     dtype = torch.promote_types(v.dtype, torch.float32)
     q, k, v, beta = (t.to(dtype) for t in (q, k, v, beta))
     h = v.new_zeros(B, v.shape[1], K, v.shape[3]) if h is None else h.to(dtype)

@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
+from ops import fla
 from ops.positions import Positions
 
 CHUNK = 64        # tokens whose products are a matrix; a power of two
@@ -23,12 +24,13 @@ ROWS = 12288      # rows times heads times tokens at once: what a backward pass 
 
 
 def recurrence(q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor | None, at: Positions, bonus: Tensor | None = None,
-               h: Tensor | None = None, backend: str = "chunked") -> tuple[Tensor, Tensor]:
+               h: Tensor | None = None, backend: str = "auto") -> tuple[Tensor, Tensor]:
     """q, k (B, H, T, K), v (B, H, T, V) -> y (B, H, T, V) and the last h (B, H, K, V), both float32, whatever autocast says.
 
     log_decay, finite and <= 0: (B, H, T), by channel (B, H, T, K), a head's constant (H,), or None for no decay. bonus (H, K).
     h (B, H, K, V): what came before (None: nothing). A document starts from h = 0; padding neither decays nor adds, and its y means
-    nothing. No scale: q has it already. backend: chunked, or naive (fla's chunk_simple_gla and chunk_gla would stand here).
+    nothing. No scale: q has it already. backend: chunked, naive, or auto: fla's kernels where they
+    are (ops/fla.py), else chunked.
 
     Contiguous groups of heads may share, with no copy of the whole: q and k of G heads serve the H of v, decay and h (Mamba-2), or k, v,
     decay and h of G heads serve the H of q (grouped queries, whose state is so many times smaller).
@@ -36,6 +38,8 @@ def recurrence(q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor | None, at: Po
     (B, G, T, K), (H, V) = k.shape, v.shape[1::2]
     if H % G or q.shape[1] % G:
         raise ValueError(f"recurrence: {q.shape[1]} heads of q and {H} of v must be multiples of the {G} of k")
+    if backend == "auto" and T > 1 and fla.takes(v.device.type, fla.half(v), K):
+        return fla.recurrence(q, k, v, log_decay, at, bonus, h)
     dtype = torch.promote_types(v.dtype, torch.float32)
     with torch.autocast(v.device.type, enabled=False):
         q, k, v = (t.to(dtype).unflatten(1, (G, -1)) for t in (q, k, v))                       # (B, G, 1 or R, T, ...)

@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
+from ops import fla
 from ops.positions import Positions
 
 CHUNK = 32             # tokens whose pairs are multiplied out; a power of 2
@@ -19,12 +20,15 @@ GROUP = 1 << 13        # tokens of all heads and rows whose pairs are held at on
 
 
 def rwkv7(r: Tensor, log_w: Tensor, k: Tensor, v: Tensor, a: Tensor, b: Tensor, at: Positions, h: Tensor | None = None,
-          naive: bool = False) -> tuple[Tensor, Tensor]:
+          backend: str = "auto") -> tuple[Tensor, Tensor]:
     """r, log_w (at most 0), k, a, b (B, H, T, K) and v (B, H, T, V) -> y (B, H, T, V) and the state after it (B, H, K, V), both
     float32 (float64 of float64). h is the state before (None: zeros). It is forgotten where a document begins; padding leaves it as it is.
 
-    Memory is linear in T: beside the inputs, training keeps a state a group of chunks and makes the rest again in backward.
+    backend: chunked, naive, or auto: fla's kernels where they are (ops/fla.py), else chunked, whose memory is linear in T: beside the
+    inputs, training keeps a state a group of chunks and makes the rest again in backward.
     """
+    if backend == "auto" and k.shape[2] > 1 and fla.takes(v.device.type, fla.half(v), k.shape[3]):
+        return fla.rwkv7(r, log_w, k, v, a, b, at, h)
     dtype = torch.promote_types(k.dtype, torch.float32)
     with torch.autocast(k.device.type, enabled=False):
         r, log_w, k, v, a, b = (t.to(dtype) for t in (r, log_w, k, v, a, b))
@@ -32,7 +36,7 @@ def rwkv7(r: Tensor, log_w: Tensor, k: Tensor, v: Tensor, a: Tensor, b: Tensor, 
         if at.given:
             pad = (at.pos < 0)[:, None, :, None]
             log_w, k, a = (t.masked_fill(pad, 0) for t in (log_w, k, a))
-        return (loop if naive or k.shape[2] == 1 else grouped)(r, log_w, k, v, a, b, at, h)
+        return (loop if backend == "naive" or k.shape[2] == 1 else grouped)(r, log_w, k, v, a, b, at, h)
 
 
 def loop(r: Tensor, log_w: Tensor, k: Tensor, v: Tensor, a: Tensor, b: Tensor, at: Positions, h: Tensor) -> tuple[Tensor, Tensor]:

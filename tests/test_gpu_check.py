@@ -26,6 +26,7 @@ SMALL = GPTConfig(vocab_size=64, block_size=32, n_layer=2, n_head=2, n_kv_head=1
 @pytest.mark.parametrize("check, arguments", [
     (checks.check_dtype, (("float32", "bfloat16"),)), (checks.check_float32_state, (("bfloat16",),)), (checks.check_checkpoint, (2,)), (checks.check_generation, (12,)),
     (checks.check_attention, ("sdpa", tuple(checks.ATTENTION), ("plain", "window in documents", "alibi", "softcap"))), (checks.check_attention, ("flex", (torch.float32,), ("plain", "sinks", "softcap"))),
+    (checks.check_recurrences, ("chunked", torch.float32, 70)), (checks.check_recurrences, ("auto", torch.bfloat16, 70)),
 ])
 def test_the_checks_pass_where_all_is_well(check, arguments):
     assert check(CPU, *arguments)
@@ -61,6 +62,13 @@ def test_a_backend_that_is_slightly_wrong_is_caught(monkeypatch, change, dtype, 
     monkeypatch.setitem(attention.BACKENDS, "flex", lambda *a: right(*a[:5], replace(a[5], **change)))
     with pytest.raises(Failed, match=f"{case} in {str(dtype)[6:]}"):
         checks.check_attention(CPU, "flex", (dtype,), (case,))
+
+
+def test_a_recurrence_that_is_slightly_wrong_is_caught(monkeypatch):
+    right = checks.delta_rule
+    monkeypatch.setattr(checks, "delta_rule", lambda q, k, v, beta, g, at, backend: right(q, k, v, beta * (1 if backend == "naive" else 1.1), g, at, backend=backend))
+    with pytest.raises(Failed, match=r"tolerance: delta \(.*, gated delta \(.*, kda in documents \("):
+        checks.check_recurrences(CPU, "chunked", torch.float32, 40)
 
 
 def test_nan_and_tf32_are_caught(monkeypatch):

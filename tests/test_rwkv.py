@@ -50,10 +50,10 @@ def test_chunks_equal_the_loop(T, packed, strongest, monkeypatch):
     monkeypatch.setattr(module, "GROUP", 5 * 3 * 32)                             # a chunk at a time goes through checkpoints
     at = Positions(5, T, CPU, PACKED[:, :T] if packed else None, torch.full((5,), 9), 9)
     x = drawn(T, strongest=strongest)
-    for got, want in zip(results(x, at), results(x, at, naive=True)):
+    for got, want in zip(results(x, at), results(x, at, backend="naive")):
         torch.testing.assert_close(got, want, rtol=1e-10, atol=1e-10)
     x = [t.detach().float().requires_grad_() for t in x]
-    for got, want in zip(results(x, at), results(x, at, naive=True)):
+    for got, want in zip(results(x, at), results(x, at, backend="naive")):
         torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-5 * max(1, want.abs().max().item()))
 
 
@@ -61,7 +61,7 @@ def test_decays_of_all_kinds_give_finite_gradients():
     x, at = drawn(70, dtype=torch.float32), Positions(5, 70, CPU)
     with torch.no_grad():
         x[1][:, 0], x[1][:, 1], x[1][:, 2, ::3] = 0, -1e4, -1e4                   # never, at once, now and then
-    got, want = results(x, at), results(x, at, naive=True)
+    got, want = results(x, at), results(x, at, backend="naive")
     assert all(t.isfinite().all() for t in got)
     for a, b in zip(got, want):
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5 * b.abs().max().item())
