@@ -53,7 +53,7 @@ class MixersConfig:
     matrix_T: int = 32768
     """longest context whose attention matrix is written out: 2 GB there (0: none)"""
     longest: float = 240.0
-    """seconds; a call that would take longer, by the one before and T squared, is left out"""
+    """seconds; a call that would take longer, as the two before have grown, is left out"""
     out: str = "out/bench"
     """folder of mixers.json, brought up to date after every figure, and of mixers.png (with matplotlib)"""
     device: str = "auto"
@@ -341,6 +341,15 @@ def exponent(sizes: Iterable[int], values: Iterable[float | None]) -> float | No
     return sum((x - mx) * (y - my) for x, y in points) / sum((x - mx) ** 2 for x, _ in points)
 
 
+def expected(calls: list[tuple[int, float]], T: int) -> float:
+    """Seconds of a call at T by those before it: as the last two grew, but at least in proportion to T, at most to its square."""
+    if not calls:
+        return 0.0
+    last, s = calls[-1]
+    grew = exponent(*zip(*calls[-2:]))
+    return s * (T / last) ** (2.0 if grew is None else min(2.0, max(1.0, grew)))
+
+
 def growth(result: Row) -> list[Row]:
     """Exponents a word, over the steps of T."""
     found = []
@@ -415,21 +424,21 @@ class Run:
         """Every word by itself, one call at each T: the peak, and what does not fit or takes too long."""
         for word in self.result["words"]:
             with child(self.device) as run:
-                last, s = 0, 0.0
+                calls: list[tuple[int, float]] = []               # T, and the seconds of a call
                 for T in sorted([*self.sizes, *self.extra]):
                     bar.set_description(f"memory {word[:24]} {T}")
                     bar.update()
                     if word not in self.words(T):
                         continue
-                    if last and s * (T / last) ** 2 > self.config.longest:
-                        self.leave_out(word, T, f"about {s * (T / last) ** 2:.0f} s a call (--longest)")
+                    if (s := expected(calls, T)) > self.config.longest:
+                        self.leave_out(word, T, f"about {s:.0f} s a call (--longest)")
                         continue
                     try:
                         held, s = run(training_peak, word, T, self.device, self.dtype)
                     except (RuntimeError, ValueError, MemoryError) as e:
                         self.failed(T, word, e)
                         break
-                    last = T
+                    calls.append((T, s))
                     self.put(word, T, peak_bytes=held)
 
     def times(self, bar: tqdm) -> None:

@@ -9,7 +9,7 @@ import torch
 from tqdm import tqdm
 
 from bench import mixers as bench
-from bench.mixers import FULL, MORE, MixersConfig, Run, child, exponent, in_turns, peak, report
+from bench.mixers import FULL, MORE, MixersConfig, Run, child, expected, exponent, in_turns, peak, report
 from engine.cli import parse
 from mixers import MIXERS
 from mixers.mixer import Parallel
@@ -106,6 +106,12 @@ def test_ratios_say_what_was_not_measured_and_goals_what_was_reached():
     assert "nsa against full (SDPA), itself at 16,384: 2.00 times as fast (goal 2: reached)" in text
     assert "'attention(window=512)' was not measured" in text and "nsa against attention, the next token at 65,536: skipped" in text
     assert [round(g["itself_s"], 3) for g in result["growth"]] == [2, 1]
+
+
+def test_what_a_call_will_take_is_told_by_the_two_before():
+    assert expected([], 4096) == 0 and expected([(1024, 1.0)], 4096) == 16
+    for seconds, want in ((4.0, 16), (2.0, 8), (8.0, 64), (100.0, 1600)):            # linear, less, between, more than quadratic
+        assert expected([(1024, 1.0), (4096, seconds)], 16384) == pytest.approx(want)
 
 
 def test_what_is_too_long_or_fails_is_left_out(tmp_path, monkeypatch):
