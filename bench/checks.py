@@ -207,10 +207,11 @@ def check_attention(device: torch.device, backend: str, dtypes: tuple[torch.dtyp
         f"{off:.2g} of the tolerance in {str(dtype)[6:]}" for dtype, off in worst.items() if off)
 
 
-def recurrences(device: torch.device, dtype: torch.dtype, T: int, D: int = 64) -> dict[str, tuple[Callable, list[Tensor | None]]]:
-    """Every operation that keeps a state of fixed size, and inputs as a mixer makes them: products' in dtype, decays in float32."""
+def recurrences(device: torch.device, dtype: torch.dtype, T: int, B: int = 2, H: int = 4,
+                D: int = 64) -> dict[str, tuple[Callable, list[Tensor | None]]]:
+    """Operations that keep states of D x D, and inputs as a mixer makes them: products' in dtype, decays in float32."""
     g = torch.Generator().manual_seed(0)
-    draw = lambda *last: torch.randn(2, 4, T, *last, generator=g).to(device)
+    draw = lambda *last: torch.randn(B, H, T, *last, generator=g).to(device)
     q, k, v = (t.to(dtype) for t in (draw(D) / 8, torch.nn.functional.normalize(draw(D), dim=-1), draw(D)))
     by_head, by_channel, rate = -draw().sigmoid(), -draw(D).sigmoid() / 2, draw().sigmoid()
     return {"no decay": (recurrence, [q, k, v, None]), "by head": (recurrence, [q, k, v, by_head]),

@@ -18,16 +18,17 @@ BLOCK = 32          # tokens whose states are held at once; backward makes them 
 WIDE = 2**19        # numbers of states that a block has at most, where it can: with its like they fit into a core's cache
 
 
-def scan(x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, at: Positions, h: Tensor | None = None) -> tuple[Tensor, Tensor]:
+def scan(x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, at: Positions, h: Tensor | None = None,
+         backend: str = "auto") -> tuple[Tensor, Tensor]:
     """The shapes above, any dtype; h (B, N, E): the state before (None: zeros). Padding neither decays nor adds, and a document
-    begins with an empty state. Gradients of everything, h included."""
+    begins with an empty state. Gradients of everything, h included. backend: naive, or auto: blocked but for one token."""
     dtype = torch.promote_types(x.dtype, torch.float32)
     x, dt, A, B, C = (t.to(dtype) for t in (x, dt, A, B, C))
     h = x.new_zeros(x.shape[0], A.shape[1], x.shape[2]) if h is None else h.to(dtype)
     keep = None
     if at.given:
         dt, keep = dt.masked_fill((at.pos < 0)[..., None], 0), (at.pos != 0).to(dtype)
-    if x.shape[1] == 1:
+    if backend == "naive" or x.shape[1] == 1:
         return naive(x, dt, A, B, C, keep, h)
     y, last, _ = blocked(x, dt, A, B, C, keep, h)
     return y, last
