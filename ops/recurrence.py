@@ -70,7 +70,8 @@ def naive(q: Tensor, k: Tensor, v: Tensor, a: Tensor, u: Tensor | None, start: T
 
 
 def chunked(q: Tensor, k: Tensor, v: Tensor, a: Tensor, u: Tensor | None, start: Tensor | None, h: Tensor) -> tuple[Tensor, Tensor]:
-    """The same. Some chunks at a time, whose products are made again in the backward pass: it keeps the inputs, and a few states."""
+    """The same. Some chunks at a time, whose products are made again in the backward pass, which keeps the inputs and a few states; short
+    rows' are kept."""
     B, T, n = v.shape[0], v.shape[3], CHUNK
     while n >= 2 * max(T, BLOCK):
         n //= 2
@@ -80,9 +81,9 @@ def chunked(q: Tensor, k: Tensor, v: Tensor, a: Tensor, u: Tensor | None, start:
         start = None if start is None else F.pad(start, (0, ends))
     size = max(1, ROWS // (B * v.shape[1] * max(q.shape[2], v.shape[2]) * n)) * n
     starts = [None] * -(-v.shape[3] // size) if start is None else start.split(size, 1)
-    out = []
+    out, again = [], torch.is_grad_enabled() and len(starts) > 1
     for q_, k_, v_, a_, start_ in zip(*(t.split(size, 3) for t in (q, k, v, a)), starts):
-        if torch.is_grad_enabled():
+        if again:
             y, h = checkpoint(several, q_, k_, v_, a_, u, start_, h, n, use_reentrant=False, preserve_rng_state=False)
         else:
             y, h = several(q_, k_, v_, a_, u, start_, h, n)

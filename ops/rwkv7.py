@@ -60,10 +60,10 @@ def grouped(r: Tensor, log_w: Tensor, k: Tensor, v: Tensor, a: Tensor, b: Tensor
     size = max(1, GROUP // (B * H * n)) * n
     inputs = [F.pad(t, (0, 0, 0, -T % n)).split(size, 2) for t in (r, log_w, k, v, a, b)]                 # the fill leaves h as it is
     doc = torch.cat([F.pad(at.doc, (1, 0)), at.doc[:, -1:].expand(-1, -T % n)], 1)                        # first the state's, which is 0
-    out = []
+    out, again = [], torch.is_grad_enabled() and len(inputs[0]) > 1
     for i, group in enumerate(zip(*inputs)):
         args = *group, h, doc[:, i * size:i * size + group[0].shape[2] + 1] if at.given else None, n
-        y, h = checkpoint(chunks, *args, use_reentrant=False, preserve_rng_state=False) if torch.is_grad_enabled() else chunks(*args)
+        y, h = checkpoint(chunks, *args, use_reentrant=False, preserve_rng_state=False) if again else chunks(*args)
         out.append(y)
     return torch.cat(out, 2)[:, :, :T], h
 
