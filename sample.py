@@ -1,5 +1,6 @@
 """Writes text with a trained model: `python sample.py --prompt "To be"` takes the newest run under out/."""
 
+import json
 import os
 import select
 import stat
@@ -35,7 +36,23 @@ class SampleConfig:
     min_p: float | None = None
     """draw from tokens at least this times as likely as the likeliest"""
     stop: Repeated[str] = ()
-    """a text that ends the sample, and is not printed; may be given several times (end-of-text always ends it)"""
+    """a text that ends the sample, and is not printed; may be given several times"""
+    ignore_eot: bool = False
+    """go on after an end-of-text token, which otherwise ends the sample"""
+    min_new_tokens: int = 0
+    """before so many neither end-of-text nor --stop ends it"""
+    repetition_penalty: float = 1.0
+    """above 1: what prompt or text has already is less likely; its logit is divided by this, or multiplied where below 0"""
+    presence_penalty: float = 0.0
+    """taken off the logit of every token that the text has already"""
+    frequency_penalty: float = 0.0
+    """taken off once for each time that it has it"""
+    logit_bias: Repeated[str] = ()
+    """id=bias: added to a token's logit, for example 42=-100 against it; may be given several times"""
+    logprobs: int | None = None
+    """with --json: the log probability of every token, and of so many likeliest in its place, by the model alone"""
+    json: bool = False
+    """a line of JSON for each text: prompt, text, ids, why it ended"""
     seed: int = 1337
     """same seed, same text"""
     device: str = "auto"
@@ -46,13 +63,29 @@ class SampleConfig:
     def __post_init__(self) -> None:
         check_fields(self)
         check_range(self, "temperature", least=0)
-        for name in ["num_samples", "max_new_tokens", "top_k", "top_p"]:
+        for name in ["num_samples", "max_new_tokens", "top_k", "top_p", "repetition_penalty"]:
             check_range(self, name, above=0)
+        check_range(self, "min_new_tokens", least=0, most=self.max_new_tokens)
+        check_range(self, "logprobs", least=0)
+        biases(self)
+        if self.logprobs is not None and not self.json:
+            raise ValueError("--logprobs needs --json")
         check_range(self, "top_p", most=1)
         check_range(self, "min_p", least=0, most=1)
         check_range(self, "seed", least=0, most=2**32 - 1)
         if self.prompt is not None and self.prompt_file is not None:
             raise ValueError("give --prompt or --prompt_file, not both")
+
+
+def biases(config: SampleConfig) -> tuple[tuple[int, float], ...]:
+    found = []
+    for text in config.logit_bias:
+        i, _, bias = text.partition("=")
+        try:
+            found.append((int(i), float(bias)))
+        except ValueError:
+            raise ValueError(f"logit_bias={text!r}: write a token's id and a number, for example 42=-100") from None
+    return tuple(found)
 
 
 if __name__ == "__main__":
@@ -63,7 +96,7 @@ import torch
 from data.tokenizer import Tokenizer
 from engine.checkpoint import find_step, load_model, read_progress
 from engine.device import pick_device
-from engine.generate import Text, generate
+from engine.generate import Batch, Drawn, Options, Text
 from model import GPT
 
 ROWS = 64   # texts written side by side
@@ -105,32 +138,54 @@ def encode(prompt: str, tokenizer: Tokenizer) -> list[int]:
     return tokenizer.encode("\n")
 
 
-def show(config: SampleConfig, prompts: list[str], first_row: int, model: GPT, tokenizer: Tokenizer) -> None:
+def write(config: SampleConfig, prompts: list[str], model: GPT, tokenizer: Tokenizer) -> None:
     """Prints the texts in order; those that are not yet their turn are written side by side with it, and wait."""
-    texts = [Text(tokenizer, [as_utf8(s) for s in config.stop]) for _ in prompts]
-    waiting = [p + " " * (tokenizer.kind == "ids" and p != "") for p in prompts]    # what each text has to print yet
-    turn = 0
+    eot = () if tokenizer.eot is None or config.ignore_eot else (tokenizer.eot,)
+    options = Options(config.repetition_penalty, config.presence_penalty, config.frequency_penalty, biases(config), config.min_new_tokens,
+                      config.temperature, config.top_k, config.top_p, config.min_p, config.max_new_tokens, eot, config.logprobs)
+    batch, stop = Batch(model, ROWS, tokenizer.vocab_size), [as_utf8(s) for s in config.stop]
+    for row, prompt in enumerate(prompts):
+        batch.add(row, encode(prompt, tokenizer), options, config.seed * 1_000_003 + row)
+    texts = [Text(tokenizer, stop, config.ignore_eot, config.min_new_tokens) for _ in prompts]
+    tokens: list[list[Drawn]] = [[] for _ in prompts]                               # of --json
+    waiting = ["" if config.json else p + " " * (tokenizer.kind == "ids" and p != "") for p in prompts]   # what each has to print yet
+    over, turn = [False] * len(prompts), 0
 
-    def print_ready(over: bool = False) -> None:
+    def print_ready() -> None:
         nonlocal turn
-        while True:
-            print(waiting[turn], end="", flush=True)
-            waiting[turn] = ""
-            if turn + 1 == len(texts) or not (texts[turn].done or over):
+        while turn < len(texts) and (over[turn] or not config.json):
+            if config.json:
+                print(json.dumps(as_json(prompts[turn], waiting[turn], texts[turn], tokens[turn]), ensure_ascii=False), flush=True)
+            else:
+                print(waiting[turn], end="", flush=True)
+            waiting[turn], tokens[turn] = "", []
+            if not over[turn]:
                 return
             turn += 1
-            print(BETWEEN)
+            if not config.json:
+                print(BETWEEN if turn < len(texts) else "", flush=True)
 
     print_ready()
-    for ids in generate(model, [encode(p, tokenizer) for p in prompts], config.max_new_tokens, temperature=config.temperature,
-                        top_k=config.top_k, top_p=config.top_p, min_p=config.min_p, seed=config.seed, first_row=first_row,
-                        ends=lambda row: texts[row].done, vocab_size=tokenizer.vocab_size):
-        for row, i in ids.items():
-            waiting[row] += texts[row].push(i)
+    while drawn := batch.step():
+        for d in drawn:
+            text = texts[d.key]
+            waiting[d.key] += text.push(d.id)
+            if config.json:
+                tokens[d.key].append(d)
+            over[d.key] = text.done or d.last
+            if text.done:
+                batch.drop(d.key)
+            elif d.last:
+                waiting[d.key] += text.end()
         print_ready()
-    for row, text in enumerate(texts):
-        waiting[row] += text.end()
-    print_ready(over=True)
+
+
+def as_json(prompt: str, written: str, text: Text, tokens: list[Drawn]) -> dict:
+    """What a text's line says; `logprobs` where they were asked for."""
+    out: dict = {"prompt": prompt, "text": written, "ids": [d.id for d in tokens], "finish_reason": "stop" if text.stopped else "length"}
+    if tokens and tokens[0].logprob is not None:
+        out["logprobs"] = [{"id": d.id, "logprob": d.logprob, "top": [{"id": i, "logprob": p} for i, p in d.top]} for d in tokens]
+    return out
 
 
 def main(config: SampleConfig) -> None:
@@ -146,9 +201,10 @@ def main(config: SampleConfig) -> None:
         encode(p, tokenizer)                               # all of them are good before the first is written
     if hasattr(sys.stdout, "reconfigure"):
         sys.stdout.reconfigure(encoding="utf-8", errors="replace")
-    for i in range(0, len(prompts), ROWS):
-        show(config, prompts[i:i + ROWS], i, model, tokenizer)
-        print(BETWEEN if i + ROWS < len(prompts) else "", flush=True)
+    for i, _ in biases(config):
+        if not 0 <= i < tokenizer.vocab_size:
+            raise ValueError(f"logit_bias: there is no token {i} in a vocabulary of {tokenizer.vocab_size}")
+    write(config, prompts, model, tokenizer)
 
 
 if __name__ == "__main__":

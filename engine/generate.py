@@ -3,13 +3,42 @@
 from __future__ import annotations
 
 import codecs
+from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
 from data.tokenizer import Tokenizer
 from model import GPT, State
+
+PIECE = 1024      # tokens a row of a prompt that are taken in at once
+
+
+@dataclass(frozen=True)
+class Options:
+    """How a text goes on. What is given acts in the order of the fields; temperature 0 takes the likeliest."""
+
+    repetition_penalty: float = 1.0
+    """divides the logits, where above 0, of tokens in prompt or text, and multiplies those below (Keskar et al. 2019, arXiv 1909.05858)"""
+    presence_penalty: float = 0.0
+    """is taken off the logits of tokens that the text has, the prompt aside"""
+    frequency_penalty: float = 0.0
+    """is taken off once for every time that it has them"""
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    """(id, what is added to its logit)"""
+    min_new_tokens: int = 0
+    """before so many none of stop_ids is drawn"""
+    temperature: float = 1.0
+    top_k: int | None = None
+    top_p: float | None = None
+    min_p: float | None = None
+    max_new_tokens: int = 500
+    stop_ids: tuple[int, ...] = ()
+    """which end a text; they are its last token"""
+    logprobs: int | None = None
+    """log probabilities of what was drawn and of so many likeliest alternatives, by the model itself, before all of the above"""
 
 
 def probabilities(logits: Tensor, temperature: float = 1.0, top_k: int | None = None, top_p: float | None = None,
@@ -30,73 +59,206 @@ def probabilities(logits: Tensor, temperature: float = 1.0, top_k: int | None = 
     return p / p.sum(-1, keepdim=True)
 
 
-def prefill(model: GPT, prompts: Sequence[Sequence[int]], max_len: int) -> tuple[State, Tensor]:
-    """Takes prompts of any lengths in as one batch, left-padded -> the state, and the logits (B, V) after each."""
+def adjusted(logits: Tensor, prompt: Sequence[int], new: Sequence[int], o: Options) -> Tensor:
+    """logits (V,) with what `Options` says of penalties, bias and tokens that may not come yet."""
+    x = logits.clone()
+    if o.repetition_penalty != 1:
+        seen = torch.tensor(list({*prompt, *new}), device=x.device)
+        x[seen] = torch.where(x[seen] > 0, x[seen] / o.repetition_penalty, x[seen] * o.repetition_penalty)
+    if new and (o.presence_penalty or o.frequency_penalty):
+        ids, counts = (torch.tensor(t, device=x.device) for t in zip(*Counter(new).items()))
+        x[ids] -= o.presence_penalty + o.frequency_penalty * counts
+    for i, bias in o.logit_bias:
+        x[i] += bias
+    if len(new) < o.min_new_tokens:
+        x[list(o.stop_ids)] = -torch.inf
+    return x
+
+
+def plain(o: Options) -> bool:
+    """Whether `adjusted` changes nothing, whatever came before."""
+    return o.repetition_penalty == 1 and not (o.presence_penalty or o.frequency_penalty or o.logit_bias or o.min_new_tokens)
+
+
+def prefill(model: GPT, prompts: Sequence[Sequence[int]], max_len: int) -> State:
+    """Takes prompts of any lengths in as one batch, left-padded, PIECE tokens at a time; an empty one leaves its row empty."""
     device, T = model.wte.weight.device, max(map(len, prompts))
-    tokens = torch.tensor([[0] * (T - len(p)) + list(p) for p in prompts], device=device)
+    tokens = torch.tensor([[0] * (T - len(p)) + list(p) for p in prompts], device=device, dtype=torch.long)
     pos = torch.tensor([[-1] * (T - len(p)) + list(range(len(p))) for p in prompts], device=device)
     state = model.init_state(len(prompts), max_len)
-    x = model.hidden(tokens, None if min(map(len, prompts)) == T else pos, state)
-    return state, model.logits(x[:, -1])
+    for a in range(0, T, PIECE):
+        model.hidden(tokens[:, a:a + PIECE], None if min(map(len, prompts)) == T else pos[:, a:a + PIECE], state)
+    return state
 
 
-@torch.no_grad()
-def generate(model: GPT, prompts: Sequence[Sequence[int]], max_new_tokens: int, *, temperature: float = 1.0, top_k: int | None = None,
-             top_p: float | None = None, min_p: float | None = None, seed: int = 1337, first_row: int = 0, stop_ids: Sequence[int] = (),
-             ends: Callable[[int], bool] = lambda row: False, vocab_size: int | None = None) -> Iterator[dict[int, int]]:
-    """Yields {row: id} step by step; a row that has drawn a stop id (which is yielded), or for which `ends(row)` is true after
-    the yield, is in no later one.
+@dataclass
+class Row:
+    """A text in progress."""
 
-    temperature 0 takes the likeliest. A row's draws depend on seed and `first_row` + row alone, not on its neighbours. Ids from
-    `vocab_size` on, with which a vocabulary is padded, are never drawn. Where a row reaches block_size it goes on from its last
-    half, so that text may be longer than the context; a longer prompt counts by its last block_size tokens.
+    key: int
+    ids: list[int]                                   # what the model has read and will read next: the prompt, then what was drawn
+    options: Options
+    draws: torch.Generator
+    prompt: list[int] = field(default_factory=list)
+    new: list[int] = field(default_factory=list)
+    done: bool = False
+
+
+@dataclass(frozen=True)
+class Drawn:
+    key: int
+    id: int
+    logprob: float | None
+    top: list[tuple[int, float]]
+    last: bool               # nothing comes after it
+
+
+class Batch:
+    """Texts in progress, at most `width` side by side in one state. One that ends makes room for the next that waits, in its place.
+
+    Every text is as it would be alone: its draws depend on its seed. Ids from `vocab_size` on, with which a vocabulary is padded, are
+    never drawn. One that reaches block_size goes on from its last half; a longer prompt counts by its last block_size tokens.
     """
-    if not all(prompts):
-        raise ValueError("a prompt needs at least one token")
-    context = model.cfg.block_size
-    texts = [list(p)[-context:] for p in prompts]
-    draws = [torch.Generator().manual_seed(seed * 1_000_003 + first_row + row) for row in range(len(texts))]
-    unique = list(dict.fromkeys(map(tuple, texts)))                     # samples of one prompt share its prefill
-    state, logits = prefill(model, unique, context)
-    which = torch.tensor([unique.index(tuple(t)) for t in texts], device=logits.device)
-    state, logits = state.rows(which), logits[which]
-    alive = list(range(len(texts)))
-    for step in range(max_new_tokens):
-        if vocab_size is not None:
-            logits[:, vocab_size:] = -torch.inf
-        if temperature == 0:
-            ids = logits.argmax(-1).tolist()
-        else:
-            p = probabilities(logits, temperature, top_k, top_p, min_p).cpu()
-            ids = [int(torch.multinomial(p[i], 1, generator=draws[row])) for i, row in enumerate(alive)]
-        yield dict(zip(alive, ids))
-        for row, i in zip(alive, ids):
-            texts[row].append(i)
-        stay = [i for i, row in enumerate(alive) if ids[i] not in stop_ids and not ends(row)]
-        if not stay or step + 1 == max_new_tokens:
-            return
-        if len(stay) < len(alive):
-            alive, ids = [alive[i] for i in stay], [ids[i] for i in stay]
-            state = state.rows(torch.tensor(stay, device=logits.device))
-        if max(len(texts[row]) for row in alive) > context:             # full: go on from the last half
-            for row in alive:
-                if len(texts[row]) > context:
-                    texts[row] = texts[row][-max(1, context // 2):]
-            state, logits = prefill(model, [texts[row] for row in alive], context)
-        else:
-            logits = model(torch.tensor(ids, device=logits.device)[:, None], state=state)[:, -1]
+
+    def __init__(self, model: GPT, width: int = 64, vocab_size: int | None = None):
+        self.model, self.width, self.vocab_size = model, width, vocab_size
+        self.context = model.cfg.block_size
+        self.rows: list[Row] = []
+        self.waiting: deque[Row] = deque()
+        self.state: State | None = None
+
+    def add(self, key: int, prompt: Sequence[int], options: Options, seed: int) -> None:
+        if not prompt:
+            raise ValueError("a prompt needs at least one token")
+        ids = list(prompt)[-self.context:]
+        self.waiting.append(Row(key, ids, options, torch.Generator().manual_seed(seed), list(ids)))
+
+    def drop(self, key: int) -> None:
+        """Ends a text now, whether it is in progress or still waits."""
+        for row in (*self.rows, *self.waiting):
+            row.done = row.done or row.key == key
+
+    @torch.no_grad()
+    def step(self) -> list[Drawn]:
+        """A token for every row; [] once there are none."""
+        self.admit()
+        if not self.rows:
+            return []
+        last = torch.tensor([[row.ids[-1]] for row in self.rows], device=self.model.wte.weight.device)
+        logits = self.model(last, state=self.state)[:, -1]
+        if self.vocab_size is not None:
+            logits[:, self.vocab_size:] = -torch.inf
+        out = []
+        for row, i, x in zip(self.rows, self.draw(logits), logits):
+            row.ids.append(i)
+            row.new.append(i)
+            row.done = i in row.options.stop_ids or len(row.new) == row.options.max_new_tokens
+            out.append(Drawn(row.key, i, *told(x, i, row.options.logprobs), row.done))
+        return out
+
+    def admit(self) -> None:
+        """Rows that are done leave, those that wait take their places, and full ones start again from their last half."""
+        self.waiting = deque(row for row in self.waiting if not row.done)
+        free = [i for i, row in enumerate(self.rows) if row.done]
+        places, fresh = [], []                       # of rows whose text up to the last id is read now
+        for i, row in enumerate(self.rows):
+            if not row.done and len(row.ids) > self.context:
+                row.ids = row.ids[-max(1, self.context // 2):]
+                places.append(i)
+                fresh.append(row)
+        while self.waiting and (free or len(self.rows) < self.width):
+            row = self.waiting.popleft()
+            if not free:
+                self.rows.append(row)
+            i = free.pop(0) if free else len(self.rows) - 1
+            self.rows[i] = row
+            places.append(i)
+            fresh.append(row)
+        if fresh:
+            unique = list(dict.fromkeys(tuple(row.ids[:-1]) for row in fresh))               # samples of one prompt share its prefill
+            state = prefill(self.model, unique, self.context)
+            put = state.rows(torch.tensor([unique.index(tuple(row.ids[:-1])) for row in fresh], device=state.length.device))
+            self.state = placed(self.state, put, places)
+        if free and self.state is not None:          # fewer rows from now on
+            stay = [i for i in range(len(self.rows)) if i not in free]
+            self.rows = [self.rows[i] for i in stay]
+            self.state = self.state.rows(torch.tensor(stay, device=self.state.length.device)) if stay else None
+        if self.state is not None:
+            self.state.past = max(len(row.ids) - 1 for row in self.rows)
+
+    def draw(self, logits: Tensor) -> list[int]:
+        """An id a row; rows with the same options at once."""
+        ids, groups = [0] * len(self.rows), dict[Options, list[int]]()
+        for i, row in enumerate(self.rows):
+            groups.setdefault(row.options, []).append(i)
+        for o, members in groups.items():
+            x = logits[members]
+            if not plain(o):
+                x = torch.stack([adjusted(x_, self.rows[i].prompt, self.rows[i].new, o) for x_, i in zip(x, members)])
+            if o.temperature == 0:
+                found = x.argmax(-1).tolist()
+            else:
+                p = probabilities(x, o.temperature, o.top_k, o.top_p, o.min_p).cpu()
+                found = [int(torch.multinomial(p_, 1, generator=self.rows[i].draws)) for p_, i in zip(p, members)]
+            for i, found_id in zip(members, found):
+                ids[i] = found_id
+        return ids
+
+
+def placed(state: State | None, new: State, places: list[int]) -> State:
+    """`state` with the rows of `new` in these places, of which those beyond its rows come in order."""
+    if state is None:
+        return new
+    n = len(state.length)
+    inside, beyond = ([j for j, i in enumerate(places) if (i < n) == here] for here in (True, False))
+    slots = torch.tensor([places[j] for j in inside], device=state.length.device, dtype=torch.long)
+    for old, t in [(state.length, new.length)] + [(a[name], b[name]) for a, b in zip(state.layers, new.layers) for name in a]:
+        old[slots] = t[inside]
+    if not beyond:
+        return state
+    more = new.rows(torch.tensor(beyond, device=state.length.device))
+    layers = [{name: torch.cat([a[name], b[name]]) for name in a} for a, b in zip(state.layers, more.layers)]
+    return State(torch.cat([state.length, more.length]), layers, state.past, state.max_len)
+
+
+def told(logits: Tensor, i: int, n: int | None) -> tuple[float | None, list[tuple[int, float]]]:
+    """logits (V,) -> the log probability of id i, and the n likeliest ids with theirs."""
+    if n is None:
+        return None, []
+    p = logits.float().log_softmax(-1)
+    likely, ids = p.topk(min(n, len(p)))
+    return float(p[i]), list(zip(ids.tolist(), likely.tolist()))
+
+
+def generate(model: GPT, prompts: Sequence[Sequence[int]], max_new_tokens: int, *, seed: int = 1337, first_row: int = 0, width: int = 64,
+             ends: Callable[[int], bool] = lambda row: False, vocab_size: int | None = None, stop_ids: Sequence[int] = (),
+             **options) -> Iterator[dict[int, int]]:
+    """Yields {row: id} step by step; a row that has drawn a stop id (which is yielded), or for which `ends(row)` is true after
+    the yield, is in no later one. A row's draws depend on seed and `first_row` + row alone. See `Batch` and `Options`."""
+    batch, o = Batch(model, width, vocab_size), Options(max_new_tokens=max_new_tokens, stop_ids=tuple(stop_ids), **options)
+    for row, prompt in enumerate(prompts):
+        batch.add(row, prompt, o, seed * 1_000_003 + first_row + row)
+    while drawn := batch.step():
+        yield {d.key: d.id for d in drawn}
+        for d in drawn:
+            if ends(d.key):
+                batch.drop(d.key)
 
 
 class Text:
-    """Ids into text as they come: whole characters only, and nothing of a stop string or after it."""
+    """Ids into text as they come: whole characters only, and nothing of a stop string or after it. A stop string that is whole before
+    `least` ids have come is text like any other; end-of-text ends it, but with `through`."""
 
-    def __init__(self, tokenizer: Tokenizer, stop: Sequence[str] = ()):
-        self.tokenizer, self.stop = tokenizer, [s for s in stop if s]
-        self.decoder, self.held, self.done = codecs.getincrementaldecoder("utf-8")("replace"), "", False
+    def __init__(self, tokenizer: Tokenizer, stop: Sequence[str] = (), through: bool = False, least: int = 0):
+        self.tokenizer, self.stop, self.through, self.least = tokenizer, [s for s in stop if s], through, least
+        self.decoder, self.held, self.done, self.count = codecs.getincrementaldecoder("utf-8")("replace"), "", False, 0
+        self.stopped = False      # by a stop string or end-of-text, not for want of room
 
     def push(self, i: int) -> str:
         """What can be shown now that this id has come; afterwards `done` says whether the text has ended."""
-        if i == self.tokenizer.eot:
+        self.count += 1
+        if i == self.tokenizer.eot and not self.through:
+            self.stopped = True
             return self.end()
         return self.cut(self.held + self.decoder.decode(self.tokenizer.token_bytes(i)))
 
@@ -109,9 +271,12 @@ class Text:
         return text
 
     def cut(self, text: str) -> str:
+        if self.count < self.least:
+            self.held = ""
+            return text
         found = [at for s in self.stop if (at := text.find(s)) >= 0]
         if found:
-            self.held, self.done = "", True
+            self.held, self.done, self.stopped = "", True, True
             return text[:min(found)]
         partial = max((n for s in self.stop for n in range(1, len(s)) if text.endswith(s[:n])), default=0)
         self.held = text[len(text) - partial:]

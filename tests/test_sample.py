@@ -1,5 +1,6 @@
 """Generation: the cache changes nothing, rows do not meet, text streams whole."""
 
+import json
 import subprocess
 import sys
 from collections import Counter
@@ -12,7 +13,9 @@ from conftest import ROOT, tiny, tokens, words
 from config import TrainConfig
 from data.tokenizer import Bytes, Characters, train_bpe
 from engine.checkpoint import find_step
-from engine.generate import Text, generate, probabilities
+from engine import generate as generation
+from engine.generate import Batch, Options, Text, adjusted, generate, probabilities
+from mixers import MIXERS
 from train import train
 
 
@@ -58,6 +61,88 @@ def test_a_sampled_row_depends_on_its_seed_and_place_alone():
     assert written(model, [PROMPTS[0]], 40, seed=1, first_row=2)[0] == a[2]
     ended = written(model, [PROMPTS[0]] * 3, 40, seed=1, ends=lambda row: row == 1)
     assert ended[0] == a[0] and len(ended[1]) == 1 and ended[2] == a[2]
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("word", [*MIXERS, "gated_deltanet attention"])
+def test_rows_that_wait_join_as_others_leave_and_each_is_as_alone(word):
+    """Two side by side of nine, of all lengths, some ended from outside, some beyond the context; sampled by their own seeds."""
+    model = tiny(layers=word, block_size=48, tie_embeddings=False)
+    prompts = [tokens(1, n, seed=n)[0].tolist() for n in (3, 17, 40, 1, 60, 2, 9, 5, 31)]
+    options = [Options(temperature=0.0 if i % 2 else 1.0, max_new_tokens=4 + 7 * (i % 4)) for i in range(9)]
+
+    def texts(rows, width, dropped=()):
+        batch, out = Batch(model, width), {i: [] for i in rows}
+        for i in rows:
+            batch.add(i, prompts[i], options[i], seed=i)
+        while drawn := batch.step():
+            assert len(drawn) <= width
+            for d in drawn:
+                out[d.key].append(d.id)
+                if d.key in dropped and len(out[d.key]) == 3:
+                    batch.drop(d.key)
+        return out
+
+    want = {i: texts([i], 1)[i] for i in range(9)}
+    assert [len(t) for t in want.values()] == [o.max_new_tokens for o in options]
+    assert texts(range(9), 2) == want == texts(range(8, -1, -1), 4)
+    got = texts(range(9), 3, dropped=(1, 7))
+    assert got == {i: t[:3] if i in (1, 7) else t for i, t in want.items()}
+
+
+def test_what_is_dropped_while_it_waits_never_comes():
+    batch = Batch(tiny(), 1)
+    for i in range(3):
+        batch.add(i, [1, 2], Options(max_new_tokens=2), i)
+    batch.drop(1)
+    assert [d.key for _ in range(9) for d in batch.step()] == [0, 0, 2, 2]
+
+
+def test_penalties_and_bias_are_their_definitions():
+    logits = torch.tensor([2.0, -1.0, 0.5, 3.0, -2.0])
+    at = lambda **o: adjusted(logits, [0, 1], [3, 3, 4], Options(stop_ids=(3,), **o)).tolist()
+    assert at() == logits.tolist() and at(min_new_tokens=3) == logits.tolist()
+    assert at(repetition_penalty=2.0) == [1.0, -2.0, 0.5, 1.5, -4.0]                      # prompt and text
+    assert at(presence_penalty=0.5, frequency_penalty=0.25) == [2.0, -1.0, 0.5, 2.0, -2.75]   # the text, by how often
+    assert at(logit_bias=((2, 10.0), (0, -1.0))) == [1.0, -1.0, 10.5, 3.0, -2.0]
+    assert at(min_new_tokens=4)[3] == -torch.inf
+
+
+def test_penalties_act_on_a_row_by_its_own_text():
+    model = tiny()                                        # tied and untrained it repeats its input for ever
+    plain, fresh = (written(model, [[5], [7, 9]], 30, temperature=0, frequency_penalty=p) for p in (0.0, 1e4))
+    assert all(len(set(t)) < 10 for t in plain) and all(len(set(t)) == 30 for t in fresh)
+    assert fresh[1] == written(model, [[7, 9]], 30, temperature=0, frequency_penalty=1e4)[0]
+    assert all(t == [11] * 30 for t in written(model, [[5], [7, 9]], 30, logit_bias=((11, 1e4),)))
+
+
+def test_an_end_comes_no_sooner_than_asked_for():
+    model = tiny(tie_embeddings=False)
+    end = written(model, PROMPTS[:1], 1, temperature=0)[0]
+    early, late = (written(model, PROMPTS[:1], 20, temperature=0, stop_ids=end, min_new_tokens=n)[0] for n in (0, 7))
+    assert len(early) == 1 and len(late) >= 8 and end[0] not in late[:7]
+
+
+def test_log_probabilities_are_the_models_own():
+    model = tiny()
+    batch = Batch(model)
+    batch.add(0, PROMPTS[0], Options(temperature=0.3, top_k=5, frequency_penalty=1.0, logprobs=3, max_new_tokens=6), 1)
+    text = list(PROMPTS[0])
+    while drawn := batch.step():
+        want = model(torch.tensor([text]))[0, -1].log_softmax(-1)
+        assert drawn[0].logprob == pytest.approx(want[drawn[0].id].item(), abs=1e-4)
+        assert [i for i, _ in drawn[0].top] == want.topk(3)[1].tolist()
+        assert [p for _, p in drawn[0].top] == pytest.approx(want.topk(3)[0].tolist(), abs=1e-4)
+        text.append(drawn[0].id)
+    assert len(text) == len(PROMPTS[0]) + 6
+
+
+@torch.no_grad()
+def test_a_prompt_is_taken_in_by_pieces(monkeypatch):
+    model = tiny(layers="attention(window=7) mamba2")
+    want = written(model, PROMPTS, 20, temperature=0)
+    monkeypatch.setattr(generation, "PIECE", 6)
+    assert written(model, PROMPTS, 20, temperature=0) == want
 
 
 def test_temperature_zero_is_greedy_for_every_seed_and_nearly_zero_is_near():
@@ -170,6 +255,19 @@ def test_the_newest_run_is_taken_and_named(run):
 def test_more_texts_than_fit_side_by_side_are_all_different(run):
     texts = sample(run, "--prompt", "ba", "--max_new_tokens=30", "--num_samples=70").stdout[:-1].split("\n---------------\n")
     assert len(texts) == 70 == len(set(texts))
+
+
+def test_json_is_a_line_a_text_in_order(run, tmp_path):
+    path = tmp_path / "prompts.txt"
+    path.write_text("\n".join(["ba", "a", "ab"] * 30), encoding="utf-8")
+    argv = ["--prompt_file", str(path), "--json", "--logprobs=2", "--max_new_tokens=5"]
+    lines = [json.loads(line) for line in sample(run, *argv).stdout.splitlines()]
+    assert [line["prompt"] for line in lines] == ["ba", "a", "ab"] * 30
+    for line in lines:
+        assert set(line) == {"prompt", "text", "ids", "finish_reason", "logprobs"}
+        assert line["finish_reason"] == ("length" if len(line["ids"]) == 5 else "stop")
+        for i, p in zip(line["ids"], line["logprobs"], strict=True):
+            assert p["id"] == i and len(p["top"]) == 2 and p["logprob"] <= p["top"][0]["logprob"] + 1e-6 <= 1e-6
 
 
 def test_prompts_from_a_file_and_from_standard_input(run, tmp_path):
