@@ -12,8 +12,8 @@ from conftest import ROOT, tiny, tokens, words
 
 from config import TrainConfig
 from data.tokenizer import Bytes, Characters, train_bpe
-from engine.checkpoint import find_step
 from engine import generate as generation
+from engine.checkpoint import find_step
 from engine.generate import Batch, Options, Text, adjusted, generate, probabilities
 from mixers import MIXERS
 from train import train
