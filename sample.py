@@ -5,6 +5,7 @@ import os
 import select
 import stat
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -23,6 +24,9 @@ class SampleConfig:
     """what the text begins with; - reads standard input, as does a pipe without any prompt (None: a line's beginning)"""
     prompt_file: str | None = None
     """a file of prompts, one a line"""
+    interactive: bool = False
+    """a session: what you type is read after what there is, from its cache, and the text goes on; an empty line goes on without, and
+    end of input (Ctrl-D) ends it, as Ctrl-C does; while text is written Ctrl-C stops that"""
     num_samples: int = 1
     """texts for each prompt"""
     max_new_tokens: int = 500
@@ -70,6 +74,8 @@ class SampleConfig:
         biases(self)
         if self.logprobs is not None and not self.json:
             raise ValueError("--logprobs needs --json")
+        if self.interactive and (self.json or self.num_samples > 1 or self.prompt_file is not None or self.prompt == "-"):
+            raise ValueError("--interactive is one text, typed: it goes with none of --json, --num_samples, --prompt_file, --prompt=-")
         check_range(self, "top_p", most=1)
         check_range(self, "min_p", least=0, most=1)
         check_range(self, "seed", least=0, most=2**32 - 1)
@@ -138,15 +144,52 @@ def encode(prompt: str, tokenizer: Tokenizer) -> list[int]:
     return tokenizer.encode("\n")
 
 
-def write(config: SampleConfig, prompts: list[str], model: GPT, tokenizer: Tokenizer) -> None:
-    """Prints the texts in order; those that are not yet their turn are written side by side with it, and wait."""
+def started(config: SampleConfig, tokenizer: Tokenizer) -> tuple[Options, Callable[[], Text]]:
+    """How every text goes on, and what shows one."""
     eot = () if tokenizer.eot is None or config.ignore_eot else (tokenizer.eot,)
     options = Options(config.repetition_penalty, config.presence_penalty, config.frequency_penalty, biases(config), config.min_new_tokens,
                       config.temperature, config.top_k, config.top_p, config.min_p, config.max_new_tokens, eot, config.logprobs)
-    batch, stop = Batch(model, ROWS, tokenizer.vocab_size), [as_utf8(s) for s in config.stop]
+    return options, lambda: Text(tokenizer, [as_utf8(s) for s in config.stop], config.ignore_eot, config.min_new_tokens)
+
+
+def session(config: SampleConfig, model: GPT, tokenizer: Tokenizer) -> None:
+    """Text by turns: a line of the reader's, then the model's."""
+    options, fresh = started(config, tokenizer)
+    batch, prompt, before = Batch(model, 1, tokenizer.vocab_size), config.prompt, list[int]()
+    while True:
+        if prompt is None:
+            try:
+                prompt = input("> " if sys.stdin.isatty() else "")
+            except (EOFError, KeyboardInterrupt):
+                return
+            prompt += "\n" * (prompt != "" and not tokenizer.unknown("\n"))
+        try:
+            ids = encode(as_utf8(prompt), tokenizer) if prompt or not (batch.rows or before) else []
+        except ValueError as e:
+            print(f"error: {e}", file=sys.stderr)
+            prompt = None
+            continue
+        if batch.rows:
+            batch.go_on(ids)
+        else:
+            batch.add(0, before + ids, options, config.seed * 1_000_003)
+        text, prompt, before = fresh(), None, []
+        try:
+            while not text.done:
+                (d,) = batch.step()
+                print(text.push(d.id) + (text.end() if d.last else ""), end="", flush=True)
+        except KeyboardInterrupt:              # what the state holds now is not known: the next turn reads all of it
+            before, batch = batch.rows[0].ids if batch.rows else [], Batch(model, 1, tokenizer.vocab_size)
+        print(flush=True)
+
+
+def write(config: SampleConfig, prompts: list[str], model: GPT, tokenizer: Tokenizer) -> None:
+    """Prints the texts in order; those that are not yet their turn are written side by side with it, and wait."""
+    options, fresh = started(config, tokenizer)
+    batch = Batch(model, ROWS, tokenizer.vocab_size)
     for row, prompt in enumerate(prompts):
         batch.add(row, encode(prompt, tokenizer), options, config.seed * 1_000_003 + row)
-    texts = [Text(tokenizer, stop, config.ignore_eot, config.min_new_tokens) for _ in prompts]
+    texts = [fresh() for _ in prompts]
     tokens: list[list[Drawn]] = [[] for _ in prompts]                               # of --json
     waiting = ["" if config.json else p + " " * (tokenizer.kind == "ids" and p != "") for p in prompts]   # what each has to print yet
     over, turn = [False] * len(prompts), 0
@@ -196,14 +239,16 @@ def main(config: SampleConfig) -> None:
     print(f"{step}: step {progress.iter}{loss}", file=sys.stderr)
     model, tokenizer = load_model(step, device)
     model = model.to(getattr(torch, config.dtype))
-    prompts = [p for p in read_prompts(config) for _ in range(config.num_samples)]
-    for p in prompts:
-        encode(p, tokenizer)                               # all of them are good before the first is written
     if hasattr(sys.stdout, "reconfigure"):
         sys.stdout.reconfigure(encoding="utf-8", errors="replace")
     for i, _ in biases(config):
         if not 0 <= i < tokenizer.vocab_size:
             raise ValueError(f"logit_bias: there is no token {i} in a vocabulary of {tokenizer.vocab_size}")
+    if config.interactive:
+        return session(config, model, tokenizer)
+    prompts = [p for p in read_prompts(config) for _ in range(config.num_samples)]
+    for p in prompts:
+        encode(p, tokenizer)                               # all of them are good before the first is written
     write(config, prompts, model, tokenizer)
 
 

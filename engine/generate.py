@@ -139,6 +139,18 @@ class Batch:
             row.done = row.done or row.key == key
 
     @torch.no_grad()
+    def go_on(self, more: Sequence[int]) -> None:
+        """After the only text has ended: it goes on, from its cache, with these ids read after what it has."""
+        (row,) = self.rows
+        read = len(row.ids) - 1                      # what the state holds
+        row.ids += more
+        row.prompt, row.new, row.done = [*row.prompt, *row.new, *more], [], False
+        if len(row.ids) <= self.context and self.state is not None:      # else `admit` reads its last half
+            for a in range(read, len(row.ids) - 1, PIECE):
+                piece = row.ids[a:min(a + PIECE, len(row.ids) - 1)]
+                self.model.hidden(torch.tensor([piece], device=self.state.length.device), state=self.state)
+
+    @torch.no_grad()
     def step(self) -> list[Drawn]:
         """A token for every row; [] once there are none."""
         self.admit()

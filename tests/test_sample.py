@@ -98,6 +98,27 @@ def test_what_is_dropped_while_it_waits_never_comes():
     assert [d.key for _ in range(9) for d in batch.step()] == [0, 0, 2, 2]
 
 
+@torch.no_grad()
+@pytest.mark.parametrize("word", ["attention", "attention(window=7) mamba2", "hierarchical", "rwkv7"])
+def test_a_text_that_goes_on_is_the_text_read_whole(word, monkeypatch):
+    """From its cache, also by pieces, and beyond the context."""
+    monkeypatch.setattr(generation, "PIECE", 4)
+    model = tiny(layers=word, block_size=64, tie_embeddings=False)
+    batch, text = Batch(model), [5, 6, 7]
+    batch.add(0, text, Options(temperature=0.0, max_new_tokens=8), 0)
+    for turn in range(3):
+        new = [d.id for _ in range(8) for d in batch.step()]
+        assert new == recomputed(model, text, 8)
+        more = tokens(1, 9, seed=turn)[0].tolist() if turn else []
+        batch.go_on(more)
+        text += new + more
+    while len(text) <= 64:                                   # then from the last half, and never an error
+        text += [d.id for _ in range(8) for d in batch.step()]
+        batch.go_on([1] * 7)
+        text += [1] * 7
+    assert [d.id for d in batch.step()] == recomputed(model, text[-32:], 1)
+
+
 def test_penalties_and_bias_are_their_definitions():
     logits = torch.tensor([2.0, -1.0, 0.5, 3.0, -2.0])
     at = lambda **o: adjusted(logits, [0, 1], [3, 3, 4], Options(stop_ids=(3,), **o)).tolist()
@@ -255,6 +276,16 @@ def test_the_newest_run_is_taken_and_named(run):
 def test_more_texts_than_fit_side_by_side_are_all_different(run):
     texts = sample(run, "--prompt", "ba", "--max_new_tokens=30", "--num_samples=70").stdout[:-1].split("\n---------------\n")
     assert len(texts) == 70 == len(set(texts))
+
+
+def test_a_session_takes_a_line_at_a_time(run):
+    argv = ["--interactive", "--temperature=0", "--max_new_tokens=6", "--ignore_eot"]
+    out = sample(run, *argv, stdin="ba\n\nQ😀\nab\n")
+    assert out.returncode == 0 and out.stderr.count("the vocabulary lacks") == 1, out.stderr
+    whole = sample(run, *argv[1:2], "--max_new_tokens=12", "--ignore_eot", "--prompt", "ba\n").stdout
+    first, second = out.stdout[:6], out.stdout[7:13]
+    assert whole == "ba\n" + first + second + "\n"
+    assert "goes with none" in sample(run, *argv, "--json").stderr
 
 
 def test_json_is_a_line_a_text_in_order(run, tmp_path):
