@@ -95,6 +95,9 @@ class RWKV7(Mixer):
         if not self.first:
             self.value, self.value_bias = LowRank(self.cfg.n_embd, self.value_rank, self.A), nn.Parameter(torch.ones(self.A))
 
+    # The loop over chunks would be unrolled. As a break in the middle of a graph it made torch 2.13 crash now and then: views of what the
+    # graph had computed, handed over the break, had sizes that were garbage (AOT autograd's replay of aliases, under dynamic shapes).
+    @torch.compiler.disable
     def forward(self, x: Tensor, at: Positions, state: dict[str, Tensor] | None = None) -> Tensor:
         (x, before), tail = shift(x, 1, at, None if state is None else state["shift"])
         x_r, x_w, x_k, x_v, x_a, x_g = (x + (before - x) * mu for mu in self.mix.view(6, -1))

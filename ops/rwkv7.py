@@ -51,7 +51,6 @@ def loop(r: Tensor, log_w: Tensor, k: Tensor, v: Tensor, a: Tensor, b: Tensor, a
     return torch.stack(y, 2), h
 
 
-@torch.compiler.disable     # a loop over chunks, which a compiler would unroll
 def grouped(r: Tensor, log_w: Tensor, k: Tensor, v: Tensor, a: Tensor, b: Tensor, at: Positions, h: Tensor) -> tuple[Tensor, Tensor]:
     """By groups of chunks, one after the other."""
     (B, H, T, _), n = k.shape, CHUNK
