@@ -15,7 +15,7 @@ class RecurrencesConfig:
     """One row, 12 heads of 64, for the selective scan 1,536 channels of 16; float32 (bfloat16 on CUDA but for the loops); eager."""
 
     T: int = 2048
-    """tokens: what the loops keep for backward takes 1 to 8 GB at 2048"""
+    """tokens; the loops keep a state for each, for backward"""
     heads: int = 12
     """whose states are 64 x 64"""
     device: str = "auto"
@@ -42,6 +42,7 @@ from bench.mixers import Calls, in_turns
 from engine.device import keep_memory, pick_device
 from ops.positions import Positions
 from ops.scan import scan
+from ops.shift import short_conv
 
 
 def training(f: Callable, inputs: list[Tensor | None], at: Positions, backend: str) -> Callable[[], object]:
@@ -54,12 +55,21 @@ def training(f: Callable, inputs: list[Tensor | None], at: Positions, backend: s
     return call
 
 
+def convolution(x: Tensor, weight: Tensor, bias: Tensor, at: Positions, backend: str) -> tuple[Tensor, None]:
+    """The short convolution; in place of a loop torch's own."""
+    if backend == "naive":
+        return F.conv1d(F.pad(x, (0, 0, weight.shape[1] - 1, 0)).mT, weight[:, None], bias, groups=x.shape[2]).mT, None
+    return short_conv(x, weight, bias, at)[0], None
+
+
 def operations(T: int, H: int, device: torch.device, dtype: torch.dtype) -> dict[str, tuple[Callable, list[Tensor | None]]]:
-    """`bench.checks.recurrences` with one row, and the selective scan of twice as many channels."""
+    """`bench.checks.recurrences` with one row; the selective scan and the short convolution (conv1d in the loop's place) of twice as
+    many channels."""
     E, N = 2 * 64 * H, 16
     draw = lambda *shape: torch.randn(*shape, device=device, generator=torch.Generator(device).manual_seed(0))
     selective: list[Tensor | None] = [draw(1, T, E), draw(1, T, E).sigmoid() / 10, -draw(E, N).exp(), draw(1, T, N), draw(1, T, N)]
-    return {**recurrences(device, dtype, T, 1, H), "selective scan": (scan, selective)}
+    short: list[Tensor | None] = [draw(1, T, E), draw(E, 4), draw(E)]
+    return {**recurrences(device, dtype, T, 1, H), "selective scan": (scan, selective), "conv1d, blocks": (convolution, short)}
 
 
 def main(config: RecurrencesConfig) -> list[dict]:

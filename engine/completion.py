@@ -50,6 +50,8 @@ class Completion:
         self.stop = [self.stop] if isinstance(self.stop, str) else self.stop or []
         if not (isinstance(self.stop, list) and all(isinstance(s, str) for s in self.stop)):
             raise ValueError("stop must be a text or a list of texts")
+        if not isinstance(self.stream_options, dict | None):
+            raise ValueError("stream_options must be an object")
         try:
             self.logit_bias = tuple((int(i), float(b)) for i, b in (self.logit_bias or {}).items())
         except (AttributeError, ValueError, TypeError):
@@ -94,29 +96,30 @@ class Writing:
         self.written, self.tokens = dict.fromkeys(self.keys, 0), 0        # characters, and ids of all
 
     async def choices(self) -> AsyncIterator[dict]:
-        """What is new, a choice at a time. Whoever stops listening frees the rows."""
+        """What is new, a choice at a time."""
         left = set(self.keys)
-        try:
-            while left:
-                d = await self.queue.get()
-                if isinstance(d, Exception):
-                    raise d
-                if d.key not in left:          # drawn before it was known that the text had ended
-                    continue
-                text, self.tokens = self.texts[d.key], self.tokens + 1
-                new = text.push(d.id) + (text.end() if d.last and not text.done else "")
-                if text.done:
-                    left.discard(d.key)
-                    self.worker.cancel([d.key])
-                name = self.tokenizer.token_bytes(d.id).decode("utf-8", "replace")
-                logprobs = None if d.logprob is None else {
-                    "tokens": [name], "token_logprobs": [d.logprob], "text_offset": [self.written[d.key]],
-                    "top_logprobs": [{self.tokenizer.token_bytes(i).decode("utf-8", "replace"): p for i, p in reversed(d.top)}]}
-                self.written[d.key] += len(new)
-                yield {"index": self.keys.index(d.key), "text": new, "logprobs": logprobs,
-                       "finish_reason": None if not text.done else "stop" if text.stopped else "length"}
-        finally:
-            self.worker.cancel(list(left))
+        while left:
+            d = await self.queue.get()
+            if isinstance(d, Exception):
+                raise d
+            if d.key not in left:          # drawn before it was known that the text had ended
+                continue
+            text, self.tokens = self.texts[d.key], self.tokens + 1
+            new = text.push(d.id) + (text.end() if d.last and not text.done else "")
+            if text.done:
+                left.discard(d.key)
+                self.worker.cancel([d.key])
+            name = self.tokenizer.token_bytes(d.id).decode("utf-8", "replace")
+            logprobs = None if d.logprob is None else {
+                "tokens": [name], "token_logprobs": [d.logprob], "text_offset": [self.written[d.key]],
+                "top_logprobs": [{self.tokenizer.token_bytes(i).decode("utf-8", "replace"): p for i, p in reversed(d.top)}]}
+            self.written[d.key] += len(new)
+            yield {"index": self.keys.index(d.key), "text": new, "logprobs": logprobs,
+                   "finish_reason": None if not text.done else "stop" if text.stopped else "length"}
+
+    def close(self) -> None:
+        """Frees the rows, whether or not anybody has begun to listen."""
+        self.worker.cancel(self.keys)
 
     def usage(self) -> dict:
         read = sum(map(len, self.prompts))

@@ -14,6 +14,7 @@ from data.tokenizer import Tokenizer
 from model import GPT, State
 
 PIECE = 1024      # tokens a row of a prompt that are taken in at once
+LARGEST = 1e6     # of a penalty, a bias, a temperature: far from where float32 overflows
 
 
 @dataclass(frozen=True)
@@ -39,6 +40,14 @@ class Options:
     """which end a text; they are its last token"""
     logprobs: int | None = None
     """log probabilities of what was drawn and of so many likeliest alternatives, by the model itself, before all of the above"""
+
+    def __post_init__(self) -> None:
+        numbers = {"repetition_penalty": self.repetition_penalty, "presence_penalty": self.presence_penalty,
+                   "frequency_penalty": self.frequency_penalty, "temperature": self.temperature,
+                   **{f"logit_bias of {i}": b for i, b in self.logit_bias}}
+        for name, value in numbers.items():
+            if not abs(value) <= LARGEST:            # nor NaN: logits must stay numbers, or the draw fails for all rows
+                raise ValueError(f"{name}={value} must be between -{LARGEST:g} and {LARGEST:g}")
 
 
 def probabilities(logits: Tensor, temperature: float = 1.0, top_k: int | None = None, top_p: float | None = None,
@@ -131,7 +140,8 @@ class Batch:
         if not prompt:
             raise ValueError("a prompt needs at least one token")
         ids = list(prompt)[-self.context:]
-        self.waiting.append(Row(key, ids, options, torch.Generator().manual_seed(seed), list(ids)))
+        draws = torch.Generator().manual_seed(seed)
+        self.waiting.append(Row(key, ids, options, draws, list(ids), done=options.max_new_tokens < 1))
 
     def drop(self, key: int) -> None:
         """Ends a text now, whether it is in progress or still waits."""

@@ -36,6 +36,8 @@ class Worker(threading.Thread):
         with self.wake:
             if self.closing:
                 raise Refused(503, "the server is shutting down")
+            if len(prompts) > self.most:
+                raise Refused(400, f"{len(prompts)} texts in one request: at most {self.most} may be written or wait")
             if len(self.sinks) + len(prompts) > self.most:
                 raise Refused(429, f"{len(self.sinks)} texts are being written or wait, at most {self.most} may: try again later")
             keys = list(range(self.next_key, self.next_key + len(prompts)))

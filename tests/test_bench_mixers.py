@@ -131,3 +131,11 @@ def test_a_wrong_word_is_one_line(capsys):
     with pytest.raises(SystemExit):
         parse(MixersConfig, ["--max_T=8"])
     assert "max_T=8 must be at least 256" in capsys.readouterr().err
+
+
+def test_chunks_against_loops_are_measured(capsys):
+    from bench.recurrences import RecurrencesConfig
+    from bench.recurrences import main as measure
+    found = measure(RecurrencesConfig(T=6, heads=1, device="cpu"))
+    assert [r["operation"] for r in found][-2:] == ["selective scan", "conv1d, blocks"] and len(found) == 9
+    assert all(r[key] > 0 for r in found for key in ("loop_s", "chunks_s", "full_s")) and "rwkv7" in capsys.readouterr().out

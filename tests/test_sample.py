@@ -90,6 +90,10 @@ def test_rows_that_wait_join_as_others_leave_and_each_is_as_alone(word):
     assert got == {i: t[:3] if i in (1, 7) else t for i, t in want.items()}
 
 
+def test_no_tokens_asked_for_are_none():
+    assert written(tiny(), [[1, 2], [3]], 0) == [[], []]
+
+
 def test_what_is_dropped_while_it_waits_never_comes():
     batch = Batch(tiny(), 1)
     for i in range(3):

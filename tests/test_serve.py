@@ -106,7 +106,9 @@ def test_log_probabilities_and_biases(client):
     ({"prompt": "a", "max_tokens": "many"}, "max_tokens"), ({"prompt": "a", "temperature": -1}, "temperature"), ({"prompt": {"a": 1}}, "prompt must be"),
     ({"prompt": []}, "empty list"), ({"prompt": [99999]}, "token ids below"), ({"prompt": [[1], "a", 2]}, "prompt must be"), ({"prompt": "a" * 300}, "300 tokens"),
     ({"prompt": "a", "temprature": 1}, "did you mean 'temperature'"), ({"prompt": "a", "stop": [1]}, "stop"), ({"prompt": "a", "logit_bias": {"x": 1}}, "logit_bias"),
-    ({"prompt": "a", "logit_bias": {"999": 1}}, "logit_bias"), ({"prompt": "a", "n": 0}, "n=0"), ([1, 2], "JSON object"), (b"{not json", "Expecting"), (b"\xff\xfe", ""),
+    ({"prompt": "a", "logit_bias": {"999": 1}}, "logit_bias"), ({"prompt": "a", "n": 0}, "n=0"), ({"prompt": "a", "stream": True, "stream_options": 5}, "stream_options"),
+    ({"prompt": "a", "presence_penalty": float("nan")}, "presence_penalty"), ({"prompt": "a", "logit_bias": {"5": 1e39}}, "logit_bias of 5"),
+    ({"prompt": "a", "temperature": 10**400}, ""), ({"prompt": ["a"] * 60}, "60 texts in one request"), ([1, 2], "JSON object"), (b"{not json", "Expecting"), (b"\xff\xfe", ""),
     (b"[" * 100_000, "")])
 def test_nonsense_is_a_clear_400(client, body, reason):
     data = body if isinstance(body, bytes) else json.dumps(body).encode()

@@ -61,6 +61,30 @@ from model import GPT
 MOST = 10_000_000      # bytes of a request
 
 
+def refusal(status: int, reason: str) -> dict:
+    return {"error": {"message": reason, "type": "invalid_request_error" if status < 500 else "server_error", "code": status}}
+
+
+async def read(request) -> Completion:
+    """A Starlette request's body. Refused where it is none of ours."""
+    body = b""
+    async for piece in request.stream():
+        body += piece
+        if len(body) > MOST:
+            raise Refused(413, f"a request may have {MOST:,} bytes")
+    try:
+        said = json.loads(body)
+        if not isinstance(said, dict):
+            raise ValueError("the body must be a JSON object")
+        known = [f.name for f in fields(Completion)]
+        for key in said:
+            if key not in known:
+                raise ValueError(f"{key!r} is not served{nearest(key, known)}")
+        return Completion(**{key: v for key, v in said.items() if v is not None})
+    except (ValueError, OverflowError, RecursionError) as e:      # json's errors are ValueErrors
+        raise Refused(400, str(e) or "the body is nested too deeply") from None
+
+
 def app(model: GPT, tokenizer: Tokenizer, name: str, rows: int, waiting: int):
     """The ASGI application."""
     from starlette.applications import Starlette
@@ -69,26 +93,18 @@ def app(model: GPT, tokenizer: Tokenizer, name: str, rows: int, waiting: int):
     from starlette.routing import Route
     worker = Worker(model, tokenizer, rows, waiting)
 
-    def refusal(status: int, reason: str) -> dict:
-        return {"error": {"message": reason, "type": "invalid_request_error" if status < 500 else "server_error", "code": status}}
+    class Stream(StreamingResponse):
+        """Its rows are free again once it is over, also where the reader has gone before it began."""
 
-    async def read(request: Request) -> Completion:
-        body = b""
-        async for piece in request.stream():
-            body += piece
-            if len(body) > MOST:
-                raise Refused(413, f"a request may have {MOST:,} bytes")
-        try:
-            said = json.loads(body)
-            if not isinstance(said, dict):
-                raise ValueError("the body must be a JSON object")
-            known = [f.name for f in fields(Completion)]
-            for key in said:
-                if key not in known:
-                    raise ValueError(f"{key!r} is not served{nearest(key, known)}")
-            return Completion(**{key: v for key, v in said.items() if v is not None})
-        except (ValueError, RecursionError) as e:      # json's errors are ValueErrors
-            raise Refused(400, str(e) or "the body is nested too deeply") from None
+        def __init__(self, writing: Writing, events: AsyncIterator[str]):
+            super().__init__(events, media_type="text/event-stream")
+            self.writing = writing
+
+        async def __call__(self, *args) -> None:
+            try:
+                await super().__call__(*args)
+            finally:
+                self.writing.close()
 
     async def completions(request: Request) -> Response:
         try:
@@ -119,7 +135,7 @@ def app(model: GPT, tokenizer: Tokenizer, name: str, rows: int, waiting: int):
             return [choice async for choice in writing.choices()]
 
         if asked.stream:
-            return StreamingResponse(stream(), media_type="text/event-stream")
+            return Stream(writing, stream())
         work, watch = asyncio.create_task(all_of_it()), asyncio.create_task(gone())
         await asyncio.wait({work, watch}, return_when=asyncio.FIRST_COMPLETED)
         for task in (work, watch):
@@ -131,6 +147,8 @@ def app(model: GPT, tokenizer: Tokenizer, name: str, rows: int, waiting: int):
             return Response(status_code=499)
         except Refused as e:
             return JSONResponse(refusal(e.status, str(e)), e.status)
+        finally:
+            writing.close()
 
     async def models(request: Request) -> Response:
         return JSONResponse({"object": "list", "data": [{"id": name, "object": "model", "created": 0, "owned_by": "heed"}]})
