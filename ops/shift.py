@@ -43,7 +43,7 @@ def short_conv(x: Tensor, weight: Tensor, bias: Tensor | None, at: Positions, pa
 
 
 class InBlocks(torch.autograd.Function):
-    """The convolution on a CPU, forward and backward in a third of conv1d's time: row (B, K - 1 + T, C), weight (C, K), bias (C,) or
+    """The convolution on a CPU, faster than conv1d (bench.recurrences): row (B, K - 1 + T, C), weight (C, K), bias (C,) or
     None -> (B, T, C). Inside at least in float32."""
 
     @staticmethod
