@@ -7,6 +7,7 @@ import ctypes
 import re
 import sys
 from collections.abc import Callable
+from functools import cache
 
 import torch
 from torch import nn
@@ -61,6 +62,7 @@ def instead(asked: str, got: str, where: str) -> torch.dtype:
     return getattr(torch, got)
 
 
+@cache
 def cpu_multiplies_bf16() -> bool:
     """AMX or AVX512-BF16 on Linux; elsewhere no."""
     try:

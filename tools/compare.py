@@ -432,6 +432,9 @@ class Comparison:
         sweep = {f"{at:g}": r.get("loss") for (at, seed), r in sorted(self.runs[word].items()) if seed == c.seed}
         of = lambda key: [r[key] for r in runs if r[key] is not None]
         average = lambda key: mean(of(key)) if of(key) else None
+        speed = None if c.minutes else measured.get("tokens_per_s")      # measured side by side; runs may be of other days and machines
+        if speed:
+            runs = [{**r, "seconds": r["tokens"] / speed, "curve": [[t, t / speed, loss] for t, _, loss in r["curve"]]} for r in runs]
         total, embeddings = parameters(cfg.model()), cfg.vocab_size * cfg.n_embd * (1 if cfg.tie_embeddings else 2)
         return {
             "layers": word, "parameters": total, "without_embedding": total - embeddings, "n_embd": cfg.n_embd, "n_head": cfg.n_head,
