@@ -27,26 +27,34 @@ class EvalConfig:
     """auto, cpu, cuda, cuda:1, mps"""
     dtype: Literal["auto", "float32", "bfloat16"] = "float32"
     """of the matrix products"""
+    kv_cache: str | None = None
+    """instead: what this cache costs and saves, such as int8 or "h2o(budget=64, recent=32)", see sample.py: bits per byte of the second
+    half of each window, read a token at a time after the first half, against the full cache's"""
+    limit: int | None = None
+    """so many windows at least, spread evenly over the split (None: all of it)"""
 
     def __post_init__(self) -> None:
         check_fields(self)
         check_range(self, "batch_size", above=0)
         check_range(self, "block_size", above=0)
+        check_range(self, "limit", above=0)
 
 
 if __name__ == "__main__":
     config = parse(EvalConfig)       # before torch is imported, so that --help and mistakes answer at once
 
 import torch
+import torch.nn.functional as F
 from tqdm import tqdm
 
 from data.find import find
 from data.loader import FixedWindows
 from data.mixture import Mixture
+from data.shards import Split
 from engine.checkpoint import find_step, load_model, read_config, read_progress
 from engine.device import autocast, keep_memory, pick_device, pick_dtype
 from ops.loss import IGNORE, count_valid
-from ops.positions import within_documents
+from ops.positions import document_positions, within_documents
 
 
 @torch.no_grad()
@@ -61,7 +69,7 @@ def evaluate(config: EvalConfig) -> dict[str, Any]:
     corpus = find(config.dataset or trained["dataset"])
     if corpus.tokenizer.hash != tokenizer.hash:
         raise ValueError(f"{corpus.folder} has another tokenizer than {step}: prepare it with the same one")
-    windows = FixedWindows(corpus.split(config.split), config.block_size or model.cfg.block_size, config.batch_size)
+    windows = cut(config, corpus.split(config.split), model.cfg.block_size)
     lengths = torch.from_numpy(tokenizer.byte_lengths())
     dtype = pick_dtype(config.dtype, device, model.cfg.n_embd)
     run = within_documents(model, tokenizer.eot) if trained.get("documents") and tokenizer.eot is not None else model
@@ -74,6 +82,52 @@ def evaluate(config: EvalConfig) -> dict[str, Any]:
     return {"checkpoint": str(step), "step": read_progress(step).iter, "split": config.split, "loss": nats / tokens,
             "bits_per_byte": nats / math.log(2) / size if size else None, "tokens": tokens, "bytes": size,
             "unit": "character" if tokenizer.kind == "char" else "token"}
+
+
+def cut(config: EvalConfig, split: Split, block_size: int) -> FixedWindows:
+    return FixedWindows(split, config.block_size or block_size, config.batch_size, config.limit and -(-config.limit // config.batch_size))
+
+
+@torch.no_grad()
+def cache_cost(config: EvalConfig) -> dict[str, Any]:
+    """What `kv_cache` does to the second half of each window, read a token at a time after the first: {"bits_per_byte", "full" (those of
+    the cache that keeps everything), "bytes" and "full_bytes" (of a row's state at the window's length), ...}."""
+    keep_memory()
+    device = pick_device(config.device)
+    step = find_step(config.checkpoint)
+    model, tokenizer = load_model(step, device, config.kv_cache)
+    whole, _ = load_model(step, device, "full")
+    trained = read_config(step)
+    windows = cut(config, find(config.dataset or trained["dataset"]).split(config.split), model.cfg.block_size)
+    lengths = torch.from_numpy(tokenizer.byte_lengths())
+    dtype = pick_dtype(config.dtype, device, model.cfg.n_embd)
+    nats, exact, tokens, size, T = 0.0, 0.0, 0, 0, windows.block_size
+    if T < 2:
+        raise ValueError("a window needs at least two tokens")
+    for x, y in tqdm(windows, unit="batch", disable=None, leave=False):
+        x, y = x.to(device), y.to(device)
+        pos = document_positions(x, tokenizer.eot) if trained.get("documents") and tokenizer.eot is not None else None
+        state, late = model.init_state(len(x), T, dtype=dtype), y[:, T // 2:]
+        with autocast(device, dtype):
+            out, a = [], 0
+            for n in [T // 2] + [1] * (T - T // 2):
+                out.append(model.hidden(x[:, a:a + n], pos if pos is None else pos[:, a:a + n], state)[:, -1])
+                a += n
+            for kind, hidden in (("cache", torch.stack(out[1:], 1)), ("full", whole.hidden(x, pos)[:, T // 2:])):
+                lost = float(F.cross_entropy(model.logits(hidden).flatten(0, 1), late.flatten(), ignore_index=IGNORE, reduction="sum"))
+                nats, exact = nats + lost * (kind == "cache"), exact + lost * (kind == "full")
+        known = late[late != IGNORE].cpu()
+        tokens, size = tokens + len(known), size + int(lengths[known].sum())
+    per = math.log(2) * size if size else tokens
+    bytes_of = lambda m: sum(t.numel() * t.element_size() for layer in m.init_state(1, T, dtype=dtype).layers for t in layer.values())
+    return {"kv_cache": model.cfg.kv_cache, "tokens": tokens, "cost": nats / per, "full": exact / per, "block_size": T,
+            "unit": "bits per byte" if size else "nats a token", "bytes": bytes_of(model), "full_bytes": bytes_of(whole)}
+
+
+def show_cost(r: dict[str, Any], name: str) -> None:
+    print(f"{name}kv_cache={r['kv_cache']}: {r['cost']:.4f} {r['unit']}, full {r['full']:.4f} ({r['cost'] / r['full'] - 1:+.2%}), over "
+          f"{r['tokens']:,} tokens in the second halves of windows of {r['block_size']:,}; a row's state {r['bytes']:,} bytes, "
+          f"full {r['full_bytes']:,} ({r['bytes'] / r['full_bytes']:.0%})")
 
 
 def show(result: dict[str, Any], name: str) -> None:
@@ -89,4 +143,5 @@ if __name__ == "__main__":
         corpora = {} if config.dataset else Mixture(read_config(step)["dataset"]).corpora
         where = {name: str(corpus.folder) for name, corpus in corpora.items()} or {"": str(config.dataset)}
         for name, folder in where.items():
-            show(evaluate(replace(config, checkpoint=str(step), dataset=folder)), f"{name} " if len(where) > 1 else "")
+            of, head = replace(config, checkpoint=str(step), dataset=folder), f"{name} " if len(where) > 1 else ""
+            show_cost(cache_cost(of), head) if config.kv_cache else show(evaluate(of), head)

@@ -30,7 +30,13 @@ class SampleConfig:
     num_samples: int = 1
     """texts for each prompt"""
     max_new_tokens: int = 500
-    """tokens of each text; beyond block_size it goes on from the last half of the context"""
+    """tokens of each text"""
+    overflow: Literal["half", "slide", "refuse"] | None = None
+    """text beyond block_size: half goes on from its last half, and a longer prompt counts by its end; slide goes on in a state that
+    takes any length; refuse ends it, and refuses such a prompt (None: slide with a kv_cache that drops keys, else half)"""
+    kv_cache: str | None = None
+    """what attention keeps: full, int8, int4, "streaming(sinks=4, window=252)", "h2o(budget=256)", "snapkv(budget=256)"; eval.py says
+    what that costs (None: as the model was trained with, which is full)"""
     temperature: float = 0.8
     """below 1 likelier, above 1 stranger, 0 always the likeliest token"""
     top_k: int | None = None
@@ -155,7 +161,7 @@ def started(config: SampleConfig, tokenizer: Tokenizer) -> tuple[Options, Callab
 def session(config: SampleConfig, model: GPT, tokenizer: Tokenizer) -> None:
     """Text by turns: a line of the reader's, then the model's."""
     options, fresh = started(config, tokenizer)
-    batch, prompt, before = Batch(model, 1, tokenizer.vocab_size), config.prompt, list[int]()
+    batch, prompt, before = Batch(model, 1, tokenizer.vocab_size, config.overflow), config.prompt, list[int]()
     while True:
         if prompt is None:
             try:
@@ -179,14 +185,14 @@ def session(config: SampleConfig, model: GPT, tokenizer: Tokenizer) -> None:
                 (d,) = batch.step()
                 print(text.push(d.id) + (text.end() if d.last else ""), end="", flush=True)
         except KeyboardInterrupt:              # what the state holds now is not known: the next turn reads all of it
-            before, batch = batch.rows[0].ids if batch.rows else [], Batch(model, 1, tokenizer.vocab_size)
+            before, batch = batch.rows[0].ids if batch.rows else [], Batch(model, 1, tokenizer.vocab_size, config.overflow)
         print(flush=True)
 
 
 def write(config: SampleConfig, prompts: list[str], model: GPT, tokenizer: Tokenizer) -> None:
     """Prints the texts in order; those that are not yet their turn are written side by side with it, and wait."""
     options, fresh = started(config, tokenizer)
-    batch = Batch(model, ROWS, tokenizer.vocab_size)
+    batch = Batch(model, ROWS, tokenizer.vocab_size, config.overflow)
     for row, prompt in enumerate(prompts):
         batch.add(row, encode(prompt, tokenizer), options, config.seed * 1_000_003 + row)
     texts = [fresh() for _ in prompts]
@@ -237,7 +243,7 @@ def main(config: SampleConfig) -> None:
     progress = read_progress(step)
     loss = "" if progress.val_loss is None else f", validation loss {progress.val_loss:.4f}"
     print(f"{step}: step {progress.iter}{loss}", file=sys.stderr)
-    model, tokenizer = load_model(step, device)
+    model, tokenizer = load_model(step, device, config.kv_cache)
     model = model.to(getattr(torch, config.dtype))
     if hasattr(sys.stdout, "reconfigure"):
         sys.stdout.reconfigure(encoding="utf-8", errors="replace")

@@ -68,6 +68,9 @@ class GPTConfig:
     """share of attention weights dropped in training (no fused kernel on a CPU does that)"""
     loss_chunk: int = 0
     """tokens whose logits are held at once in training (0: all of a micro-batch); less memory where the vocabulary is large"""
+    kv_cache: str = "full"
+    """what attention without a window keeps of its past in generation: full; int8, int4 (rounded); streaming(sinks=4, window=1020),
+    h2o(budget=512), snapkv(budget=512), which drop keys and take text of any length (mixers/kv_cache.py)"""
     attention_backend: Literal["auto", "reference", "sdpa", "flex", "flash"] = "auto"
     """what computes attention; what it cannot do falls to the next that can"""
 

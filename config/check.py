@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import types
 from dataclasses import fields
 from difflib import get_close_matches
@@ -48,3 +49,21 @@ def check_range(config: Any, name: str, *, above=None, least=None, below=None, m
     for words, bound, holds in bounds:
         if value is not None and bound is not None and not holds(value, bound):
             raise ValueError(f"{name}={value} must be {words} {bound}")
+
+
+def options(call: ast.Call, cls: type, name: str) -> Any:
+    """`word(option=value)` of the setting `name` as the dataclass of the word's options, checked: names, types, and, by the dataclass
+    itself, ranges."""
+    word, known, given = ast.unparse(call.func), [f.name for f in fields(cls)], {}
+    for keyword in call.keywords:
+        if keyword.arg not in known:
+            raise ValueError(f"{name}: {word} has no option {keyword.arg!r}{nearest(str(keyword.arg), known)}")
+        try:
+            given[keyword.arg] = ast.literal_eval(keyword.value)
+        except (ValueError, TypeError):
+            said = f"{word}({ast.unparse(keyword)})"
+            raise ValueError(f"{name}: {said}: an option's value is a number, a string, True, False or None") from None
+    try:
+        return cls(**given)
+    except ValueError as e:
+        raise ValueError(f"{name}: {word}: {e}") from None

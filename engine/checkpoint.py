@@ -11,7 +11,7 @@ import math
 import os
 import shutil
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -170,9 +170,10 @@ def load_weights(model: GPT, step: Path) -> None:
         model.load_state_dict(tensors, strict=True)
 
 
-def load_model(path: str | Path | None = None, device: str | torch.device = "cpu") -> tuple[GPT, Tokenizer]:
-    """A checkpoint's model, ready for evaluation, and its tokenizer; `path` as in find_step."""
+def load_model(path: str | Path | None = None, device: str | torch.device = "cpu", kv_cache: str | None = None) -> tuple[GPT, Tokenizer]:
+    """A checkpoint's model, ready for evaluation, and its tokenizer; `path` as in find_step, kv_cache instead of its own."""
     step = find_step(path)
-    model = GPT(from_dict(GPTConfig, read_config(step)))
+    cfg = from_dict(GPTConfig, read_config(step))
+    model = GPT(cfg if kv_cache is None else replace(cfg, kv_cache=kv_cache))
     load_weights(model, step)
     return model.to(device).eval(), read_tokenizer(step)

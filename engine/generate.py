@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import codecs
 from collections import Counter, deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -14,6 +14,11 @@ from data.tokenizer import Tokenizer
 from model import GPT, State
 
 PIECE = 1024      # tokens a row of a prompt that are taken in at once
+OVERFLOW = {
+    "half": "a full text goes on from its last half, read anew; a longer prompt counts by its end",
+    "slide": "it goes on in the state, which must be one that takes text of any length",
+    "refuse": "a longer prompt is an error, and a full text ends",
+}
 LARGEST = 1e6     # of a penalty, a bias, a temperature: far from where float32 overflows
 
 
@@ -68,18 +73,18 @@ def probabilities(logits: Tensor, temperature: float = 1.0, top_k: int | None = 
     return p / p.sum(-1, keepdim=True)
 
 
-def adjusted(logits: Tensor, prompt: Sequence[int], new: Sequence[int], o: Options) -> Tensor:
-    """logits (V,) with what `Options` says of penalties, bias and tokens that may not come yet."""
+def adjusted(logits: Tensor, prompt: Iterable[int], new: Counter[int], o: Options) -> Tensor:
+    """logits (V,) with what `Options` says of penalties, bias and tokens that may not come yet; new: how often the text has each id."""
     x = logits.clone()
     if o.repetition_penalty != 1:
         seen = torch.tensor(list({*prompt, *new}), device=x.device)
         x[seen] = torch.where(x[seen] > 0, x[seen] / o.repetition_penalty, x[seen] * o.repetition_penalty)
     if new and (o.presence_penalty or o.frequency_penalty):
-        ids, counts = (torch.tensor(t, device=x.device) for t in zip(*Counter(new).items()))
+        ids, counts = (torch.tensor(t, device=x.device) for t in zip(*new.items()))
         x[ids] -= o.presence_penalty + o.frequency_penalty * counts
     for i, bias in o.logit_bias:
         x[i] += bias
-    if len(new) < o.min_new_tokens:
+    if new.total() < o.min_new_tokens:
         x[list(o.stop_ids)] = -torch.inf
     return x
 
@@ -90,10 +95,11 @@ def plain(o: Options) -> bool:
 
 
 def prefill(model: GPT, prompts: Sequence[Sequence[int]], max_len: int) -> State:
-    """Takes prompts of any lengths in as one batch, left-padded, PIECE tokens at a time; an empty one leaves its row empty."""
+    """Takes prompts of any lengths in as one batch, PIECE tokens at a time, padded behind, so that each is cut where it would be alone;
+    an empty one leaves its row empty."""
     device, T = model.wte.weight.device, max(map(len, prompts))
-    tokens = torch.tensor([[0] * (T - len(p)) + list(p) for p in prompts], device=device, dtype=torch.long)
-    pos = torch.tensor([[-1] * (T - len(p)) + list(range(len(p))) for p in prompts], device=device)
+    tokens = torch.tensor([list(p) + [0] * (T - len(p)) for p in prompts], device=device, dtype=torch.long)
+    pos = torch.tensor([list(range(len(p))) + [-1] * (T - len(p)) for p in prompts], device=device)
     state = model.init_state(len(prompts), max_len)
     for a in range(0, T, PIECE):
         model.hidden(tokens[:, a:a + PIECE], None if min(map(len, prompts)) == T else pos[:, a:a + PIECE], state)
@@ -105,11 +111,13 @@ class Row:
     """A text in progress."""
 
     key: int
-    ids: list[int]                                   # what the model has read and will read next: the prompt, then what was drawn
+    ids: list[int]                                   # the last that the model has read, and at their end what it will read next
     options: Options
     draws: torch.Generator
-    prompt: list[int] = field(default_factory=list)
-    new: list[int] = field(default_factory=list)
+    prompt: set[int]
+    new: Counter[int] = field(default_factory=Counter)
+    count: int = 0                                   # new tokens
+    read: int = 0                                    # tokens that the state holds
     done: bool = False
 
 
@@ -126,12 +134,17 @@ class Batch:
     """Texts in progress, at most `width` side by side in one state. One that ends makes room for the next that waits, in its place.
 
     Every text is as it would be alone: its draws depend on its seed. Ids from `vocab_size` on, with which a vocabulary is padded, are
-    never drawn. One that reaches block_size goes on from its last half; a longer prompt counts by its last block_size tokens.
+    never drawn. `overflow` says what comes of text longer than block_size, see OVERFLOW; None is "slide" where kv_cache drops keys.
     """
 
-    def __init__(self, model: GPT, width: int = 64, vocab_size: int | None = None):
+    def __init__(self, model: GPT, width: int = 64, vocab_size: int | None = None, overflow: str | None = None):
         self.model, self.width, self.vocab_size = model, width, vocab_size
         self.context = model.cfg.block_size
+        endless = model.wpe is None and all(block.mixer.endless(self.context) for block in model.blocks)  # type: ignore[operator,union-attr]
+        self.overflow = overflow or ("slide" if endless and model.cfg.kv_cache != "full" else "half")
+        if self.overflow == "slide" and not endless:
+            raise ValueError("overflow=slide needs a state that holds text of any length, which not all of this model's layers have: "
+                             "try --kv_cache=streaming(), or half")
         self.rows: list[Row] = []
         self.waiting: deque[Row] = deque()
         self.state: State | None = None
@@ -139,9 +152,12 @@ class Batch:
     def add(self, key: int, prompt: Sequence[int], options: Options, seed: int) -> None:
         if not prompt:
             raise ValueError("a prompt needs at least one token")
-        ids = list(prompt)[-self.context:]
+        if self.overflow == "refuse" and len(prompt) > self.context:
+            raise ValueError(f"a prompt of {len(prompt):,} tokens does not fit into block_size={self.context}: shorten it, or choose "
+                             "another overflow")
+        ids = list(prompt if self.overflow == "slide" else prompt[-self.context:])
         draws = torch.Generator().manual_seed(seed)
-        self.waiting.append(Row(key, ids, options, draws, list(ids), done=options.max_new_tokens < 1))
+        self.waiting.append(Row(key, ids, options, draws, set(ids), done=options.max_new_tokens < 1))
 
     def drop(self, key: int) -> None:
         """Ends a text now, whether it is in progress or still waits."""
@@ -152,13 +168,15 @@ class Batch:
     def go_on(self, more: Sequence[int]) -> None:
         """After the only text has ended: it goes on, from its cache, with these ids read after what it has."""
         (row,) = self.rows
-        read = len(row.ids) - 1                      # what the state holds
+        unread = [row.ids[-1], *more][:-1]
         row.ids += more
-        row.prompt, row.new, row.done = [*row.prompt, *row.new, *more], [], False
-        if len(row.ids) <= self.context and self.state is not None:      # else `admit` reads its last half
-            for a in range(read, len(row.ids) - 1, PIECE):
-                piece = row.ids[a:min(a + PIECE, len(row.ids) - 1)]
+        row.prompt, row.new, row.done = row.prompt | row.new.keys() | set(more), Counter(), False
+        row.count = 0
+        if (self.overflow == "slide" or len(row.ids) <= self.context) and self.state is not None:        # else `admit` reads its last half
+            for a in range(0, len(unread), PIECE):
+                piece = unread[a:a + PIECE]
                 self.model.hidden(torch.tensor([piece], device=self.state.length.device), state=self.state)
+                row.read += len(piece)
 
     @torch.no_grad()
     def step(self) -> list[Drawn]:
@@ -172,9 +190,12 @@ class Batch:
             logits[:, self.vocab_size:] = -torch.inf
         out = []
         for row, i, x in zip(self.rows, self.draw(logits), logits):
+            row.read += 1
             row.ids.append(i)
-            row.new.append(i)
-            row.done = i in row.options.stop_ids or len(row.new) == row.options.max_new_tokens
+            row.new[i] += 1
+            row.count += 1
+            full = self.overflow == "refuse" and row.read == self.context
+            row.done = i in row.options.stop_ids or row.count == row.options.max_new_tokens or full
             out.append(Drawn(row.key, i, *told(x, i, row.options.logprobs), row.done))
         return out
 
@@ -184,7 +205,9 @@ class Batch:
         free = [i for i, row in enumerate(self.rows) if row.done]
         places, fresh = [], []                       # of rows whose text up to the last id is read now
         for i, row in enumerate(self.rows):
-            if not row.done and len(row.ids) > self.context:
+            if self.overflow == "slide":
+                row.ids = row.ids if len(row.ids) < 2 * self.context else row.ids[-self.context:]
+            elif not row.done and len(row.ids) > self.context:
                 row.ids = row.ids[-max(1, self.context // 2):]
                 places.append(i)
                 fresh.append(row)
@@ -201,12 +224,14 @@ class Batch:
             state = prefill(self.model, unique, self.context)
             put = state.rows(torch.tensor([unique.index(tuple(row.ids[:-1])) for row in fresh], device=state.length.device))
             self.state = placed(self.state, put, places)
+            for row in fresh:
+                row.read = len(row.ids) - 1
         if free and self.state is not None:          # fewer rows from now on
             stay = [i for i in range(len(self.rows)) if i not in free]
             self.rows = [self.rows[i] for i in stay]
             self.state = self.state.rows(torch.tensor(stay, device=self.state.length.device)) if stay else None
         if self.state is not None:
-            self.state.past = max(len(row.ids) - 1 for row in self.rows)
+            self.state.past = max(row.read for row in self.rows)
 
     def draw(self, logits: Tensor) -> list[int]:
         """An id a row; rows with the same options at once."""

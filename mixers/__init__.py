@@ -10,11 +10,10 @@ The contract is mixers/mixer.py. A new mixer is one file and one line here.
 from __future__ import annotations
 
 import ast
-from dataclasses import fields
 from typing import Any
 
 from config import GPTConfig
-from config.check import nearest
+from config.check import nearest, options
 from mixers.attention import Attention
 from mixers.deltanet import DeltaNet
 from mixers.forgetting import Forgetting
@@ -22,6 +21,7 @@ from mixers.gated_deltanet import GatedDeltaNet
 from mixers.gla import GLA
 from mixers.hierarchical import Hierarchical
 from mixers.kda import KDA
+from mixers.kv_cache import Full, kv_cache
 from mixers.linear import Linear
 from mixers.lowrank import LowRank
 from mixers.mamba import Mamba
@@ -95,32 +95,14 @@ def read(node: ast.expr) -> list[list[Word]]:
     call = node if isinstance(node, ast.Call) else ast.Call(node, [], [])
     if not isinstance(call.func, ast.Name) or call.args:
         raise ValueError(f"layers: cannot read {ast.unparse(node)!r}; write word, word*3, word(option=value) or word|word")
-    return [[(lookup(call.func.id), options(call))]]
+    cls = lookup(call.func.id)
+    return [[(cls, options(call, cls.Options, "layers"))]]
 
 
 def lookup(word: str) -> type[Mixer]:
     if word not in MIXERS:
         raise ValueError(f"layers: unknown mixer {word!r}{nearest(word, MIXERS)}")
     return MIXERS[word]
-
-
-def options(call: ast.Call) -> Any:
-    """The word's options, checked: names, types and ranges (the dataclass checks itself)."""
-    word = ast.unparse(call.func)
-    cls = lookup(word).Options
-    known, given = [f.name for f in fields(cls)], {}
-    for keyword in call.keywords:
-        if keyword.arg not in known:
-            raise ValueError(f"layers: {word} has no option {keyword.arg!r}{nearest(str(keyword.arg), known)}")
-        try:
-            given[keyword.arg] = ast.literal_eval(keyword.value)
-        except (ValueError, TypeError):
-            said = f"{word}({ast.unparse(keyword)})"
-            raise ValueError(f"layers: {said}: an option's value is a number, a string, True, False or None") from None
-    try:
-        return cls(**given)
-    except ValueError as e:
-        raise ValueError(f"layers: {word}: {e}") from None
 
 
 def pattern(cfg: GPTConfig) -> list[list[Word]]:
@@ -140,4 +122,6 @@ def build(cfg: GPTConfig) -> list[Mixer]:
         for m in mixers[-1]:
             m.place(layer, before)
             before.append(m)
+    if type(kv_cache(cfg.kv_cache)) is not Full and all(type(getattr(m, "cache", Full())) is Full for m in before):
+        raise ValueError(f"kv_cache={cfg.kv_cache} is for attention without a window, and layers={cfg.layers!r} has none: leave it full")
     return [one[0] if len(one) == 1 else Parallel(one) for one in mixers]

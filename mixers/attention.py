@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from config import GPTConfig
 from config.check import check_fields, check_range
+from mixers.kv_cache import Full, kv_cache
 from mixers.mixer import Mixer
 from ops.attend import How, attend, choose
 from ops.norm import rms_norm
@@ -67,7 +68,7 @@ class AttentionOptions(HeadOptions):
 
 
 class Attention(Mixer):
-    """Its state is the keys and values of the positions that can still be seen: all, or a ring of `window` after the sinks.
+    """Its state is its `cache`'s, see mixers/kv_cache.py.
 
     A word like it overrides `beside` and `attend_keys` (see mixers/forgetting.py), or `attend_keys` alone (mixers/sparse.py).
     """
@@ -81,6 +82,7 @@ class Attention(Mixer):
         self.window = cfg.window if options.window is None else options.window
         self.sinks = (cfg.sinks if options.sinks is None else options.sinks) if self.window else 0
         self.rope = cfg.position == "rope" if options.rope is None else options.rope
+        self.cache = kv_cache(cfg.kv_cache) if type(self) is Attention and not self.window else Full()
         self.theta, self.rotary = options.theta or cfg.rope_theta, options.rotary or self.D
         if options.sinks and not self.window:
             raise ValueError(f"layers: attention(sinks={options.sinks}) needs a window; without one every token is visible anyway")
@@ -99,7 +101,7 @@ class Attention(Mixer):
     def forward(self, x: Tensor, at: Positions, state: dict[str, Tensor] | None = None) -> Tensor:
         q, k, v, *gate = self.heads(x, at)
         new = k, v, *self.beside(x)
-        y = self.attend_keys(q, *new, at=at) if state is None else self.attend_past(q, new, at, tuple(state.values()))
+        y = self.attend_keys(q, *new, at=at) if state is None else self.cache.extend(self, q, new, at, state)
         if gate:
             y = y * gate[0].sigmoid()
         return self.out(y.transpose(1, 2).reshape(*x.shape[:2], self.H * self.D))
@@ -118,8 +120,11 @@ class Attention(Mixer):
             return tensors
         pos = at.pos[:1] if at.plain else at.pos         # plain rows are alike
         cos, sin = at.once(("rope", self.rotary, self.theta), lambda: rope_table(pos, self.rotary, self.theta))
-        turned = [rotate(t[..., :self.rotary], cos, sin, self.cfg.rope_layout) for t in tensors]
-        return tuple(t if self.rotary == self.D else torch.cat([t, whole[..., self.rotary:]], -1) for t, whole in zip(turned, tensors))
+        return tuple(self.turned(t, cos, sin) for t in tensors)
+
+    def turned(self, t: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        turned = rotate(t[..., :self.rotary], cos, sin, self.cfg.rope_layout)
+        return turned if self.rotary == self.D else torch.cat([turned, t[..., self.rotary:]], -1)
 
     def beside(self, x: Tensor) -> tuple[Tensor, ...]:
         """What a key has beside k and v, each (B, heads, T, D): the state keeps it, and attend_keys gets it behind v."""
@@ -134,37 +139,11 @@ class Attention(Mixer):
     def attend_keys(self, q: Tensor, k: Tensor, v: Tensor, *, at: Positions, keys: Keys | None = None) -> Tensor:
         return attend(q, k, v, at, keys=keys, window=self.window, sinks=self.sinks, **self.asked(q, at))
 
-    def attend_past(self, q: Tensor, new: tuple[Tensor, ...], at: Positions, past: tuple[Tensor, ...]) -> Tensor:
-        """new: k, v and what stands beside them; past (B, G, sinks + ring + 1, D): the state's of each, whose last slot takes what need
-        not be kept."""
-        T, sinks = q.shape[2], self.sinks
-        ring = past[0].shape[2] - 1 - sinks
-        slot = at.once(("slot", ring, sinks), lambda: at.slot(ring, sinks))[:, None, :, None]
-
-        def write() -> None:
-            for old, t in zip(past, new):
-                old.scatter_(2, slot.expand_as(t), t.to(old.dtype))
-
-        if T == 1 or not (self.window or at.given or at.plain):    # what these tokens overwrite, none of them sees: no copy
-            write()
-            keys = at.keys_after(ring, sinks)
-            n = keys.pos.shape[1]
-            return self.attend_keys(q, *(old[:, :, :n].type_as(t) for old, t in zip(past, new)), at=at, keys=keys)
-        if at.plain:
-            y = self.attend_keys(q, *new, at=at)
-        else:
-            keys = at.keys_before(ring, sinks)
-            n = keys.pos.shape[1] - T
-            y = self.attend_keys(q, *(torch.cat([old[:, :, :n].type_as(t), t], 2) for old, t in zip(past, new)), at=at, keys=keys)
-        write()
-        return y
-
     def init_state(self, B: int, max_len: int, dtype: torch.dtype, device: torch.device) -> dict[str, Tensor]:
-        n = self.sinks + min(self.window or max_len, max_len) + 1
-        return {name: torch.zeros(B, self.G, n, self.D, dtype=dtype, device=device) for name in "kv"}
+        return self.cache.allocate(self, B, max_len, dtype, device)
 
     def endless(self, max_len: int) -> bool:
-        return 0 < self.window <= max_len
+        return self.cache.endless(self, max_len)
 
     def flops(self, T: int) -> float:
         """q k^T and w v, 2 operations each a channel and key; every key counts, also those that the causal mask hides (PaLM's

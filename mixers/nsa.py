@@ -91,7 +91,7 @@ class NSA(Attention):
         block_k, block_v, start = self.blocks(block_k, block_v, at, state)
         by_blocks = selected(turned, block_k, block_v, blocks, at.pos, start, self.sizes.select)
         by_window = self.attend_keys(turned, k, v, at=at) if state is None else \
-            self.attend_past(turned, (k, v), at, (state["window_k"], state["window_v"]))
+            self.cache.extend(self, turned, (k, v), at, {"k": state["window_k"], "v": state["window_v"]})
         gate = exact(self.gate(x)).sigmoid().view(B, T, 3, self.H, 1).permute(2, 0, 3, 1, 4)             # (3, B, H, T, 1)
         y = gate[0] * by_rows + gate[1] * by_blocks + gate[2] * by_window
         return self.out(y.type_as(v).transpose(1, 2).reshape(B, T, self.H * self.D))

@@ -124,7 +124,8 @@ def see(at: Positions, keys: Keys, how: How, H: int = 1) -> Tensor:
     """(B or 1, 1 or H, T, S) bool, made once a call for all layers that ask the same."""
     def make() -> Tensor:
         rows = slice(0, 1 if at.plain else None)     # plain rows are alike
-        q_pos, q_doc, k_pos, k_doc = (t[rows, None] for t in (at.pos[:, :, None], at.doc[:, :, None], keys.pos[:, None], keys.doc[:, None]))
+        q_pos, q_doc = at.pos[rows, None, :, None], at.doc[rows, None, :, None]
+        k_pos, k_doc = (spread(t, H)[:, :, None] if t.dim() == 3 else t[rows, None, None] for t in (keys.pos, keys.doc))
         mask = visible(q_pos, k_pos, q_doc, k_doc, how.window, how.sinks, how.causal)
         return mask & how.keep(q_pos, k_pos, torch.arange(H, device=q_pos.device)[:, None, None]) if callable(how.keep) else mask
     mask = at.once(("see", keys.name, *how.mask_key()), make)
@@ -132,8 +133,9 @@ def see(at: Positions, keys: Keys, how: How, H: int = 1) -> Tensor:
 
 
 def distance_bias(q_pos: Tensor, k_pos: Tensor, slopes: Tensor) -> Tensor:
-    """(B, T), (B, S) -> (B, H, T, S): ALiBi."""
-    return -slopes[:, None, None] * (q_pos[:, :, None] - k_pos[:, None]).clamp(min=0)[:, None].float()
+    """(B, T), (B, S) or (B, G, S) -> (B, H, T, S): ALiBi."""
+    k_pos = spread(k_pos, len(slopes)) if k_pos.dim() == 3 else k_pos[:, None]
+    return -slopes[:, None, None] * (q_pos[:, None, :, None] - k_pos[:, :, None]).clamp(min=0).float()
 
 
 def spread(k: Tensor, H: int) -> Tensor:

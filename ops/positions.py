@@ -17,8 +17,8 @@ class Keys(NamedTuple):
     """Where the keys stand that a call attends to. `name` tells two of them apart when masks are remembered."""
 
     name: Hashable
-    pos: Tensor   # (B, S), negative: an empty slot or padding
-    doc: Tensor   # (B, S)
+    pos: Tensor   # (B, S), or (B, G, S) for `reference` where heads have kept different keys; negative: an empty slot or padding
+    doc: Tensor   # as pos
 
 
 def derived(method: Callable[[Positions], Tensor]) -> Any:
@@ -78,6 +78,12 @@ class Positions:
         """(B,): how many tokens of its document stand before each row's first: the state's length, or 0 where a document begins."""
         T = self.pos.shape[1]
         return self.pos.gather(1, self.first.clamp(max=T - 1)[:, None])[:, 0].clamp(min=0)
+
+    @derived
+    def begin(self):
+        """(B,): index of the first token that the call has of each row's last document, T if it is all padding."""
+        new = torch.where(self.pos == 0, torch.arange(self.pos.shape[1], device=self.pos.device), -1).amax(1)
+        return torch.where(new < 0, self.first, new)
 
     def next(self, length: Tensor) -> Tensor:
         """(B,): where the next token stands after these."""

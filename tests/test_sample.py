@@ -125,7 +125,7 @@ def test_a_text_that_goes_on_is_the_text_read_whole(word, monkeypatch):
 
 def test_penalties_and_bias_are_their_definitions():
     logits = torch.tensor([2.0, -1.0, 0.5, 3.0, -2.0])
-    at = lambda **o: adjusted(logits, [0, 1], [3, 3, 4], Options(stop_ids=(3,), **o)).tolist()
+    at = lambda **o: adjusted(logits, [0, 1], Counter([3, 3, 4]), Options(stop_ids=(3,), **o)).tolist()
     assert at() == logits.tolist() and at(min_new_tokens=3) == logits.tolist()
     assert at(repetition_penalty=2.0) == [1.0, -2.0, 0.5, 1.5, -4.0]                      # prompt and text
     assert at(presence_penalty=0.5, frequency_penalty=0.25) == [2.0, -1.0, 0.5, 2.0, -2.75]   # the text, by how often
@@ -222,6 +222,55 @@ def test_text_longer_than_the_context_goes_on(position, n):
     assert alone[65:65 + 20] == recomputed(model, alone[65 - 32:65], 20)
 
 
+@torch.no_grad()
+@pytest.mark.parametrize("cfg", [dict(layers="attention(window=9)"), dict(layers="mamba2"), dict(kv_cache="streaming(sinks=2, window=11)"),
+                                 dict(kv_cache="h2o(budget=16, recent=8)")], ids=str)
+def test_text_slides_on_in_a_state_without_an_end(cfg):
+    """As one long text fed to the state; a prompt longer than the context is read whole. What a row remembers of its text is bounded."""
+    model = tiny(block_size=32, tie_embeddings=False, **cfg)
+    prompt = tokens(1, 70)[0].tolist()
+    state, want = model.init_state(1, 400), []
+    logits = model(torch.tensor([prompt[:-1]]), state=state)
+    for _ in range(150):
+        logits = model(torch.tensor([[want[-1] if want else prompt[-1]]]), state=state)[0, -1]
+        want.append(int(logits.argmax()))
+    batch = Batch(model, overflow="slide")
+    batch.add(0, prompt, Options(max_new_tokens=150, temperature=0), 0)
+    batch.add(1, PROMPTS[0], Options(max_new_tokens=70, temperature=0), 0)
+    got: list[list[int]] = [[], []]
+    while drawn := batch.step():
+        assert max(len(row.ids) for row in batch.rows) <= len(prompt) + 1
+        for d in drawn:
+            got[d.key].append(d.id)
+    assert got[0] == want and len(set(want)) > 3 and len(got[1]) == 70
+    assert Batch(model).overflow == ("half" if "layers" in cfg else "slide")
+    batch.add(2, prompt, Options(max_new_tokens=90, temperature=0), 0)
+    assert [d.id for _ in range(90) for d in batch.step()] == want[:90]
+    more = PROMPTS[1]
+    batch.go_on(more)
+    again = [d.id for _ in range(90) for d in batch.step()]
+    state = model.init_state(1, 400)
+    fed = torch.tensor([[*prompt, *want[:90], *more]])
+    model(fed[:, :len(prompt) + 89], state=state)
+    logits = model(fed[:, len(prompt) + 89:], state=state)[0, -1]
+    assert again[0] == int(logits.argmax()) or "h2o" in str(cfg)      # whose pieces decide what is kept
+
+
+@torch.no_grad()
+def test_overflow_may_be_refused():
+    model = tiny(block_size=32, tie_embeddings=False)
+    batch = Batch(model, overflow="refuse")
+    with pytest.raises(ValueError, match="a prompt of 33 tokens does not fit into block_size=32"):
+        batch.add(0, [1] * 33, Options(), 0)
+    for n in (32, 30, 3):
+        batch.add(n, tokens(1, n)[0].tolist(), Options(max_new_tokens=40, temperature=0), 0)
+    got = Counter(d.key for drawn in iter(batch.step, []) for d in drawn)
+    assert got == {32: 1, 30: 3, 3: 30}
+    for cfg in (dict(), dict(layers="attention(window=9) attention"), dict(position="learned", kv_cache="h2o")):
+        with pytest.raises(ValueError, match="overflow=slide needs a state"):
+            Batch(tiny(**cfg), overflow="slide")
+
+
 BPE = train_bpe(["你好😀 naïve the cat sat on the mat " * 50], 300)
 
 
@@ -290,6 +339,23 @@ def test_a_session_takes_a_line_at_a_time(run):
     first, second = out.stdout[:6], out.stdout[7:13]
     assert whole == "ba\n" + first + second + "\n"
     assert "goes with none" in sample(run, *argv, "--json").stderr
+
+
+def test_a_cache_is_chosen_by_name_and_its_cost_told(run):
+    argv = ["--prompt", "ba", "--temperature=0", "--max_new_tokens=60"]
+    whole = sample(run, *argv).stdout
+    assert sample(run, *argv, "--kv_cache=h2o(budget=32, recent=8)", "--overflow=half").stdout == whole
+    slides = sample(run, *argv, "--kv_cache", "streaming(sinks=2, window=6)")
+    assert slides.returncode == 0 and len(slides.stdout) == len(whole)
+    assert "error: kv_cache: unknown cache 'int5'" in sample(run, *argv, "--kv_cache=int5").stderr
+    assert "error: overflow=slide needs a state" in sample(run, *argv, "--overflow=slide").stderr
+    ask = lambda *a: subprocess.run([sys.executable, str(ROOT / "eval.py"), "--batch_size=8", *a], capture_output=True, cwd=run, encoding="utf-8")
+    told = [ask("--kv_cache", cache, "--limit=16") for cache in ("h2o(budget=32, recent=8)", "streaming(sinks=1, window=3)")]
+    assert all(out.returncode == 0 for out in told), told[0].stderr
+    costs = [float(out.stdout.split("(")[2].split("%")[0]) for out in told]
+    assert abs(costs[0]) <= 0.01 and abs(costs[1]) > 0.05 and "windows of 32; a row's state" in told[0].stdout
+    full = ask("--limit=16").stdout
+    assert full.startswith("val: loss") and "over 512 characters" in full
 
 
 def test_json_is_a_line_a_text_in_order(run, tmp_path):
