@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from data.tokenizer import Tokenizer
+from engine.speculate import Guess, Lookup, Reader, judged
 from model import GPT, State
 
 PIECE = 1024      # tokens a row of a prompt that are taken in at once
@@ -118,6 +119,7 @@ class Row:
     new: Counter[int] = field(default_factory=Counter)
     count: int = 0                                   # new tokens
     read: int = 0                                    # tokens that the state holds
+    lag: int = 1                                     # of ids, the last that a draft has not read
     done: bool = False
 
 
@@ -135,19 +137,27 @@ class Batch:
 
     Every text is as it would be alone: its draws depend on its seed. Ids from `vocab_size` on, with which a vocabulary is padded, are
     never drawn. `overflow` says what comes of text longer than block_size, see OVERFLOW; None is "slide" where kv_cache drops keys.
+    `speculate` guesses ahead; then a step brings a row one token or more, in order.
     """
 
-    def __init__(self, model: GPT, width: int = 64, vocab_size: int | None = None, overflow: str | None = None):
-        self.model, self.width, self.vocab_size = model, width, vocab_size
-        self.context = model.cfg.block_size
-        endless = model.wpe is None and all(block.mixer.endless(self.context) for block in model.blocks)  # type: ignore[operator,union-attr]
+    def __init__(self, model: GPT, width: int = 64, vocab_size: int | None = None, overflow: str | None = None,
+                 speculate: Lookup | None = None):
+        self.model, self.width, self.vocab_size, self.speculate = model, width, vocab_size, speculate
+        self.reader = Reader(model)
+        self.readers = [self.reader, *(speculate.readers if speculate else [])]
+        self.context = min(r.model.cfg.block_size for r in self.readers)
+        endless = all(r.model.wpe is None and all(block.mixer.endless(self.context) for block in r.model.blocks)  # type: ignore[operator,union-attr]
+                      for r in self.readers)
+        if speculate and not all(block.mixer.by_pieces() for r in self.readers for block in r.model.blocks):  # type: ignore[operator,union-attr]
+            raise ValueError(f"kv_cache={model.cfg.kv_cache} keeps what depends on how many tokens are read at once, so that speculating "
+                             "would change the text: leave one of them")
         self.overflow = overflow or ("slide" if endless and model.cfg.kv_cache != "full" else "half")
         if self.overflow == "slide" and not endless:
             raise ValueError("overflow=slide needs a state that holds text of any length, which not all of this model's layers have: "
                              "try --kv_cache=streaming(), or half")
         self.rows: list[Row] = []
         self.waiting: deque[Row] = deque()
-        self.state: State | None = None
+        self.steps = self.drawn = 0                  # of a row: what speculating saves is their ratio
 
     def add(self, key: int, prompt: Sequence[int], options: Options, seed: int) -> None:
         if not prompt:
@@ -170,34 +180,68 @@ class Batch:
         (row,) = self.rows
         unread = [row.ids[-1], *more][:-1]
         row.ids += more
-        row.prompt, row.new, row.done = row.prompt | row.new.keys() | set(more), Counter(), False
-        row.count = 0
-        if (self.overflow == "slide" or len(row.ids) <= self.context) and self.state is not None:        # else `admit` reads its last half
+        row.prompt, row.new, row.count, row.done = row.prompt | row.new.keys() | set(more), Counter(), 0, False
+        if self.overflow == "slide" or len(row.ids) <= self.context:     # else `admit` reads its last half
             for a in range(0, len(unread), PIECE):
                 piece = unread[a:a + PIECE]
-                self.model.hidden(torch.tensor([piece], device=self.state.length.device), state=self.state)
-                row.read += len(piece)
+                self.model.hidden(torch.tensor([piece], device=self.model.wte.weight.device), state=self.reader.state)
+            row.read, row.lag = row.read + len(unread), row.lag + len(more)
 
     @torch.no_grad()
     def step(self) -> list[Drawn]:
-        """A token for every row; [] once there are none."""
+        """A token or more for every row, in order; [] once there are none."""
         self.admit()
         if not self.rows:
             return []
-        last = torch.tensor([[row.ids[-1]] for row in self.rows], device=self.model.wte.weight.device)
-        logits = self.model(last, state=self.state)[:, -1]
-        if self.vocab_size is not None:
-            logits[:, self.vocab_size:] = -torch.inf
-        out = []
-        for row, i, x in zip(self.rows, self.draw(logits), logits):
-            row.read += 1
-            row.ids.append(i)
-            row.new[i] += 1
-            row.count += 1
-            full = self.overflow == "refuse" and row.read == self.context
-            row.done = i in row.options.stop_ids or row.count == row.options.max_new_tokens or full
-            out.append(Drawn(row.key, i, *told(x, i, row.options.logprobs), row.done))
+        speculate = self.speculate
+        guesses = speculate.guess(self.rows, self.rooms(speculate.ahead), self.likely) if speculate else [Guess() for _ in self.rows]
+        if any(g.ids for g in guesses):
+            self.reader.mark()
+            logits = self.known(self.reader.read([[row.ids[-1], *g.ids] for row, g in zip(self.rows, guesses)]))
+            found = [judged(row, x[:len(g.ids) + 1], g, self.likely) for row, x, g in zip(self.rows, logits, guesses)]
+        else:
+            last = torch.tensor([[row.ids[-1]] for row in self.rows], device=self.model.wte.weight.device)
+            logits = self.known(self.model(last, state=self.reader.state))
+            found = [[i] for i in self.draw(logits[:, -1])]
+        out, came = [], list[int]()
+        for row, ids, xs in zip(self.rows, found, logits):
+            came.append(0)
+            for i, x in zip(ids, xs):
+                came[-1] += 1
+                row.read += 1
+                row.ids.append(i)
+                row.new[i] += 1
+                row.count += 1
+                full = self.overflow == "refuse" and row.read == self.context
+                row.done = i in row.options.stop_ids or row.count == row.options.max_new_tokens or full
+                out.append(Drawn(row.key, i, *told(x, i, row.options.logprobs), row.done))
+                if row.done:
+                    break
+        self.steps, self.drawn = self.steps + len(came), self.drawn + sum(came)
+        if any(g.ids for g in guesses):
+            self.reader.keep(came)
+        if speculate:
+            speculate.accepted(self.rows, [n - 1 for n in came])
         return out
+
+    def rooms(self, ahead: int) -> list[int]:
+        """How many guesses each row has a use for."""
+        left = [row.options.max_new_tokens - row.count - 1 for row in self.rows]
+        return [min(ahead, n, n if self.overflow == "slide" else self.context - row.read - 1) for n, row in zip(left, self.rows)]
+
+    def known(self, logits: Tensor) -> Tensor:
+        if self.vocab_size is not None:
+            logits[..., self.vocab_size:] = -torch.inf
+        return logits
+
+    def likely(self, row: Row, logits: Tensor, ids: list[int]) -> Tensor:
+        """What is drawn from, (V,), after these ids more; certain at temperature 0."""
+        o, x = row.options, self.known(logits)
+        if not plain(o):
+            x = adjusted(x, row.prompt, row.new + Counter(ids), o)
+        if o.temperature == 0:
+            return torch.zeros_like(x).index_fill_(0, x.argmax(), 1)
+        return probabilities(x[None], o.temperature, o.top_k, o.top_p, o.min_p)[0]
 
     def admit(self) -> None:
         """Rows that are done leave, those that wait take their places, and full ones start again from their last half."""
@@ -219,19 +263,21 @@ class Batch:
             self.rows[i] = row
             places.append(i)
             fresh.append(row)
-        if fresh:
-            unique = list(dict.fromkeys(tuple(row.ids[:-1]) for row in fresh))               # samples of one prompt share its prefill
-            state = prefill(self.model, unique, self.context)
-            put = state.rows(torch.tensor([unique.index(tuple(row.ids[:-1])) for row in fresh], device=state.length.device))
-            self.state = placed(self.state, put, places)
-            for row in fresh:
-                row.read = len(row.ids) - 1
-        if free and self.state is not None:          # fewer rows from now on
-            stay = [i for i in range(len(self.rows)) if i not in free]
-            self.rows = [self.rows[i] for i in stay]
-            self.state = self.state.rows(torch.tensor(stay, device=self.state.length.device)) if stay else None
-        if self.state is not None:
-            self.state.past = max(row.read for row in self.rows)
+        unique = list(dict.fromkeys(tuple(row.ids[:-1]) for row in fresh))                   # samples of one prompt share its prefill
+        stay = [i for i in range(len(self.rows)) if i not in free]
+        for reader in self.readers:
+            if fresh:
+                state = prefill(reader.model, unique, self.context)
+                put = state.rows(torch.tensor([unique.index(tuple(row.ids[:-1])) for row in fresh], device=state.length.device))
+                reader.state = placed(reader.state, put, places)
+            if free and reader.state is not None:    # fewer rows from now on
+                reader.state = reader.state.rows(torch.tensor(stay, device=reader.state.length.device)) if stay else None
+        for row in fresh:
+            row.read, row.lag = len(row.ids) - 1, 1
+        self.rows = [self.rows[i] for i in stay]
+        for reader in self.readers:
+            if reader.state is not None:
+                reader.state.past = max(row.read for row in self.rows)
 
     def draw(self, logits: Tensor) -> list[int]:
         """An id a row; rows with the same options at once."""

@@ -145,6 +145,12 @@ class Attention(Mixer):
     def endless(self, max_len: int) -> bool:
         return self.cache.endless(self, max_len)
 
+    def cuts(self) -> bool:
+        return type(self.cache) is Full and not self.window
+
+    def by_pieces(self) -> bool:
+        return self.cache.by_pieces
+
     def flops(self, T: int) -> float:
         """q k^T and w v, 2 operations each a channel and key; every key counts, also those that the causal mask hides (PaLM's
         convention, arXiv 2204.02311), but not those outside the window."""

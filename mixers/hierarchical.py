@@ -158,6 +158,9 @@ class Hierarchical(Attention):
     def endless(self, max_len: int) -> bool:
         return False
 
+    def cuts(self) -> bool:
+        return False
+
     def flops(self, T: int) -> float:
         """What is attended to, and the pooling of keys and values: three products a token, and as many a sentence."""
         S, P = self.sentence, self.paragraph

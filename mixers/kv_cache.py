@@ -34,6 +34,8 @@ Number = TypeVar("Number", int, Tensor)
 class Full:
     """Keys and values of the positions that can still be seen: all, or a ring of `window` after the sinks."""
 
+    by_pieces = True      # whether what is kept and attended to is the same however many tokens come at once
+
     def __post_init__(self) -> None:
         check_fields(self)
 
@@ -131,6 +133,7 @@ class Int8(Full):
     group: int = 32
     """tokens that share the scale of a key's channel"""
     bits = 8
+    by_pieces = False
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -212,6 +215,7 @@ class H2O(Full):
     """tokens that are kept"""
     recent: int = 256
     """of them, the newest"""
+    by_pieces = False
 
     def __post_init__(self) -> None:
         super().__post_init__()

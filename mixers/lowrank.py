@@ -78,6 +78,9 @@ class LowRank(Attention):
     def endless(self, max_len: int) -> bool:
         return False
 
+    def cuts(self) -> bool:
+        return False
+
     def flops(self, T: int) -> float:
         """What is attended to, and the rows, to each of which a token gives once."""
         keys = min(T, self.segment) + T // self.segment * self.rank

@@ -36,6 +36,14 @@ class Mixer(nn.Module):
         """Whether a state made for max_len takes more tokens than that."""
         return True
 
+    def cuts(self) -> bool:
+        """Whether a state goes back to fewer tokens by the model's length alone: what lies beyond is never read."""
+        return False
+
+    def by_pieces(self) -> bool:
+        """Whether a state holds the same however many tokens are read at once."""
+        return True
+
     def flops(self, T: int) -> float:
         """Forward operations a token in a context of T, beside the products with weight matrices."""
         return 0
@@ -61,6 +69,12 @@ class Parallel(Mixer):
 
     def endless(self, max_len: int) -> bool:
         return all(m.endless(max_len) for m in self.mixers)  # type: ignore[operator]
+
+    def cuts(self) -> bool:
+        return all(m.cuts() for m in self.mixers)  # type: ignore[operator]
+
+    def by_pieces(self) -> bool:
+        return all(m.by_pieces() for m in self.mixers)  # type: ignore[operator]
 
     def flops(self, T: int) -> float:
         return sum(m.flops(T) for m in self.mixers)  # type: ignore[operator]

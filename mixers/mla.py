@@ -162,6 +162,9 @@ class MLA(Mixer):
     def endless(self, max_len: int) -> bool:
         return 0 < self.window <= max_len
 
+    def cuts(self) -> bool:
+        return not self.window
+
     def flops(self, T: int) -> float:
         """q k^T and w v in the expanded form, by the convention of attention.py."""
         return 2 * self.H * (self.D + self.V) * min(T, self.window + self.sinks if self.window else T)

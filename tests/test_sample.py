@@ -358,6 +358,15 @@ def test_a_cache_is_chosen_by_name_and_its_cost_told(run):
     assert full.startswith("val: loss") and "over 512 characters" in full
 
 
+def test_guessing_ahead_changes_no_text(run):
+    argv = ["--prompt", "ba", "--temperature=0", "--max_new_tokens=25", "--num_samples=2"]
+    plain, drafted, found = sample(run, *argv), sample(run, *argv, "--draft=out/old", "--ahead=3"), sample(run, *argv, "--lookup")
+    assert plain.stdout == drafted.stdout == found.stdout and "tokens a step by guessing 3 ahead" in drafted.stderr
+    assert float(drafted.stderr.splitlines()[-1].split()[0]) > 1.5        # trained alike, it guesses well
+    assert "give --draft or --lookup, one of them" in sample(run, "--lookup", "--draft=out/old").stderr
+    assert "no checkpoint in out/nosuch" in sample(run, "--draft=out/nosuch").stderr
+
+
 def test_json_is_a_line_a_text_in_order(run, tmp_path):
     path = tmp_path / "prompts.txt"
     path.write_text("\n".join(["ba", "a", "ab"] * 30), encoding="utf-8")
