@@ -30,6 +30,8 @@ class EvalConfig:
     kv_cache: str | None = None
     """instead: what this cache costs and saves, such as int8 or "h2o(budget=64, recent=32)", see sample.py: bits per byte of the second
     half of each window, read a token at a time after the first half, against the full cache's"""
+    quantize: Literal["int8", "int4"] | None = None
+    """with the weights of the linear layers in 8 or 4 bits, as sample.py has them"""
     limit: int | None = None
     """so many windows at least, spread evenly over the split (None: all of it)"""
 
@@ -53,6 +55,7 @@ from data.mixture import Mixture
 from data.shards import Split
 from engine.checkpoint import find_step, load_model, read_config, read_progress
 from engine.device import autocast, keep_memory, pick_device, pick_dtype
+from ops.few_rows import BITS, for_generation
 from ops.loss import IGNORE, count_valid
 from ops.positions import document_positions, within_documents
 
@@ -65,6 +68,8 @@ def evaluate(config: EvalConfig) -> dict[str, Any]:
     device = pick_device(config.device)
     step = find_step(config.checkpoint)
     model, tokenizer = load_model(step, device)
+    if config.quantize:
+        for_generation(model, BITS[config.quantize])
     trained = read_config(step)
     corpus = find(config.dataset or trained["dataset"])
     if corpus.tokenizer.hash != tokenizer.hash:

@@ -75,6 +75,8 @@ class SampleConfig:
     """auto, cpu, cuda, cuda:1, mps"""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """of the weights and of the cache"""
+    quantize: Literal["int8", "int4"] | None = None
+    """weights of the linear layers in 8 or 4 bits: as many bytes less to read for a token; eval.py says what that costs"""
 
     def __post_init__(self) -> None:
         check_fields(self)
@@ -120,6 +122,7 @@ from engine.device import pick_device
 from engine.generate import Batch, Drawn, Options, Text
 from engine.speculate import Draft, Lookup
 from model import GPT
+from ops.few_rows import BITS, for_generation
 
 ROWS = 64   # texts written side by side
 BETWEEN = f"\n{'-' * 15}"
@@ -272,6 +275,9 @@ def main(config: SampleConfig) -> None:
     print(f"{step}: step {progress.iter}{loss}", file=sys.stderr)
     model, tokenizer = load_model(step, device, config.kv_cache)
     model = model.to(getattr(torch, config.dtype))
+    if config.quantize:
+        share = for_generation(model, BITS[config.quantize])
+        print(f"{share:.0%} of the linear layers' weights in {config.quantize}", file=sys.stderr)
     if hasattr(sys.stdout, "reconfigure"):
         sys.stdout.reconfigure(encoding="utf-8", errors="replace")
     for i, _ in biases(config):

@@ -29,6 +29,10 @@ class ServeConfig:
     """texts that may wait for a row; requests beyond are refused (429)"""
     device: str = "auto"
     """auto, cpu, cuda, cuda:1, mps"""
+    kv_cache: str | None = None
+    """what attention keeps, as sample.py has it"""
+    quantize: Literal["int8", "int4"] | None = None
+    """weights of the linear layers in 8 or 4 bits"""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """of the weights and of the cache"""
 
@@ -57,6 +61,7 @@ from engine.completion import Completion, Writing, together
 from engine.device import pick_device
 from engine.worker import Refused, Worker
 from model import GPT
+from ops.few_rows import BITS, for_generation
 
 MOST = 10_000_000      # bytes of a request
 
@@ -170,8 +175,10 @@ def main(config: ServeConfig) -> None:
     except ModuleNotFoundError:
         raise ValueError("the server needs two packages more: pip install starlette uvicorn") from None
     step = find_step(config.checkpoint)
-    model, tokenizer = load_model(step, pick_device(config.device))
+    model, tokenizer = load_model(step, pick_device(config.device), config.kv_cache)
     model = model.to(getattr(torch, config.dtype)).eval()
+    if config.quantize:
+        for_generation(model, BITS[config.quantize])
     name = step.parent.name
     uvicorn.run(app(model, tokenizer, name, config.rows, config.waiting), host=config.host, port=config.port, log_level="info",
                 timeout_graceful_shutdown=5)

@@ -1,0 +1,82 @@
+"""Weights in fewer bits: rounded as they say, and the kernel computes what torch does from the same codes."""
+
+import pytest
+import torch
+from conftest import tiny, tokens
+from torch import nn
+
+from mixers import MIXERS
+from ops import few_rows
+from ops.few_rows import FewRows, for_generation, kernel
+
+needs_compiler = pytest.mark.skipif(kernel() is None, reason="no C++20 compiler or ninja here")
+
+
+@needs_compiler
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("bits", [None, 8, 4])
+@pytest.mark.parametrize("K, N", [(32, 5), (96, 64), (768, 130)])
+def test_the_kernel_is_the_product(K, N, bits, dtype, monkeypatch):
+    torch.manual_seed(0)
+    layer = nn.Linear(K, N).to(dtype)
+    made = FewRows(layer, bits)
+    exact = lambda x: nn.functional.linear(x.double(), made.weight_as(torch.float64), layer.bias.double())
+    calls: list[int] = []
+    monkeypatch.setattr(few_rows, "kernel", lambda: calls.append(1) or kernel())
+    for shape in ((1, 1), (2, 1), (1, 3), (4, 1), (5, 1), (2, 4), (7,)):
+        x = torch.randn(*shape, K, dtype=dtype)
+        got = made(x)
+        assert calls.pop() and got.dtype == dtype and got.shape == (*shape, N)
+        torch.testing.assert_close(got.double(), exact(x), rtol=1e-5 if dtype == torch.float32 else 2e-2, atol=1e-5 if dtype == torch.float32 else 2e-2)
+    x = torch.randn(3, 20, K, dtype=dtype)[:, ::2]                   # more rows: torch, with the same weights
+    torch.testing.assert_close(made(x).double(), exact(x), rtol=2e-2 if dtype == torch.bfloat16 else 1e-5, atol=5e-2 if dtype == torch.bfloat16 else 1e-5)
+    assert made(torch.randn(0, K, dtype=dtype)).shape == (0, N)
+
+
+@pytest.mark.parametrize("bits, step", [(8, 1 / 127), (4, 1 / 15)])
+def test_weights_are_off_by_half_a_step(bits, step):
+    torch.manual_seed(0)
+    layer = nn.Linear(64, 40, bias=False)
+    layer.weight.data[3] *= 100
+    layer.weight.data[5] = 0
+    made = FewRows(layer, bits)
+    w = layer.weight if bits == 8 else layer.weight.unflatten(1, (-1, 32))
+    span = w.abs().amax(-1, keepdim=True) if bits == 8 else w.amax(-1, keepdim=True) - w.amin(-1, keepdim=True)
+    off = (made.weight - layer.weight).abs().view_as(w)
+    assert (off <= 0.51 * step * span + 1e-3 * w.abs().amax(-1, keepdim=True) + 1e-12).all() and (off.amax() > 0.3 * step * span.amax())
+    assert sum(t.numel() * t.element_size() for t in made.buffers()) == {8: 40 * 64 + 4 * 40, 4: 40 * 64 * 5 // 8}[bits]
+
+
+def test_without_a_compiler_it_goes_on(monkeypatch, capsys):
+    import torch.utils.cpp_extension as extension
+    monkeypatch.setattr(extension, "load", lambda *a, **k: (_ for _ in ()).throw(RuntimeError("x\nerror: no compiler\ny")))
+    few_rows.kernel.cache_clear()
+    try:
+        layer, x = nn.Linear(32, 8), torch.randn(1, 32)
+        made = FewRows(layer, 8)
+        torch.testing.assert_close(made(x), nn.functional.linear(x, made.weight, layer.bias))
+        assert capsys.readouterr().err.startswith("no fast kernel for few rows (error: no compiler)")
+    finally:
+        few_rows.kernel.cache_clear()
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("bits", [8, 4])
+@pytest.mark.parametrize("word", MIXERS)
+def test_every_mixer_runs_on_rounded_weights(word, bits):
+    """Prefill by torch and decoding by the kernel agree; and 8 bits stay near the model."""
+    model, x = tiny(layers=word, n_embd=64), tokens(2, 20)
+    whole = model(x)
+    assert for_generation(model, bits) > 0.9
+    rounded, state = model(x), model.init_state(2, 32)
+    got = torch.cat([model(x[:, :12], state=state), *[model(x[:, i:i + 1], state=state) for i in range(12, 20)]], 1)
+    torch.testing.assert_close(got, rounded, rtol=1e-3, atol=1e-3 * float(rounded.abs().max()))
+    if bits == 8:
+        assert (rounded - whole).norm() < 0.1 * whole.norm()
+
+
+def test_a_tied_embedding_keeps_its_matrix():
+    model = tiny()
+    before = model.wte.weight.clone()
+    for_generation(model, 8)
+    assert torch.equal(model.wte.weight, before) and model.head.codes.dtype == torch.int8 and not any(isinstance(m, nn.Linear) for m in model.modules())
