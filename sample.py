@@ -122,7 +122,7 @@ from engine.device import pick_device
 from engine.generate import Batch, Drawn, Options, Text
 from engine.speculate import Draft, Lookup
 from model import GPT
-from ops.few_rows import BITS, for_generation
+from ops.few_rows import prepare
 
 ROWS = 64   # texts written side by side
 BETWEEN = f"\n{'-' * 15}"
@@ -180,7 +180,9 @@ def guesser(config: SampleConfig, device: torch.device, tokenizer: Tokenizer) ->
     model, its = load_model(config.draft, device)
     if its.hash != tokenizer.hash:
         raise ValueError(f"the draft {config.draft} has another tokenizer: train it on a corpus prepared with the same one")
-    return Draft(model.to(getattr(torch, config.dtype)), config.ahead or 4)
+    model = model.to(getattr(torch, config.dtype))
+    prepare(model, config.quantize)
+    return Draft(model, config.ahead or 4)
 
 
 def session(config: SampleConfig, model: GPT, tokenizer: Tokenizer, speculate: Lookup | None) -> None:
@@ -275,9 +277,8 @@ def main(config: SampleConfig) -> None:
     print(f"{step}: step {progress.iter}{loss}", file=sys.stderr)
     model, tokenizer = load_model(step, device, config.kv_cache)
     model = model.to(getattr(torch, config.dtype))
-    if config.quantize:
-        share = for_generation(model, BITS[config.quantize])
-        print(f"{share:.0%} of the linear layers' weights in {config.quantize}", file=sys.stderr)
+    if told := prepare(model, config.quantize):
+        print(told, file=sys.stderr)
     if hasattr(sys.stdout, "reconfigure"):
         sys.stdout.reconfigure(encoding="utf-8", errors="replace")
     for i, _ in biases(config):

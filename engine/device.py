@@ -7,10 +7,11 @@ import ctypes
 import re
 import sys
 from collections.abc import Callable
-from functools import cache
 
 import torch
 from torch import nn
+
+from ops.processor import cpu_multiplies_bf16
 
 # Dense peaks in TFLOP/s as (half precision, float32 with TF32 off), from the vendors' data sheets, by a word of the device's name.
 PEAKS = {
@@ -60,17 +61,6 @@ def pick_dtype(name: str, device: torch.device, n_embd: int) -> torch.dtype:
 def instead(asked: str, got: str, where: str) -> torch.dtype:
     print(f"{where} does not train in {asked}: {got} takes its place", file=sys.stderr)
     return getattr(torch, got)
-
-
-@cache
-def cpu_multiplies_bf16() -> bool:
-    """AMX or AVX512-BF16 on Linux; elsewhere no."""
-    try:
-        with open("/proc/cpuinfo", encoding="utf-8", errors="replace") as f:
-            flags = next((line for line in f if line.startswith("flags")), "")
-    except OSError:
-        return False
-    return "amx_bf16" in flags or "avx512_bf16" in flags
 
 
 def autocast(device: torch.device, dtype: torch.dtype):

@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from engine.device import cpu_multiplies_bf16
+from ops.processor import cpu_multiplies_bf16
 
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)   # of the quintic iteration: steep at 0, so that five steps bring singular values near 1
 

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from config.check import check_fields, check_range, nearest, options
 from ops.attend import How, attend, reference
-from ops.positions import Keys, Positions
+from ops.positions import Keys, Positions, write
 from ops.quantize import dequantized, packed, quantized
 from ops.rope import rope_table
 
@@ -65,14 +65,9 @@ class Full:
         ring + 1, D), of which the last slot takes what need not be kept."""
         T, (window, sinks), past = q.shape[2], self.sees(m), list(state.values())
         ring = past[0].shape[2] - 1 - sinks
-        slot = at.once(("slot", ring, sinks), lambda: at.slot(ring, sinks))[:, None, :, None]
-
-        def write() -> None:
-            for old, t in zip(past, new):
-                old.scatter_(2, slot.expand_as(t), t.to(old.dtype))
-
+        slot = at.once(("slot", ring, sinks), lambda: at.slot(ring, sinks))
         if T == 1 or not (window or at.given or at.plain):    # what these tokens overwrite, none of them sees: no copy
-            write()
+            write(slot, *zip(past, new))
             keys = at.keys_after(ring, sinks)
             n = keys.pos.shape[1]
             return self.attend(m, q, tuple(old[:, :, :n].type_as(t) for old, t in zip(past, new)), at, keys)
@@ -82,7 +77,7 @@ class Full:
             keys = at.keys_before(ring, sinks)
             n = keys.pos.shape[1] - T
             y = self.attend(m, q, tuple(torch.cat([old[:, :, :n].type_as(t), t], 2) for old, t in zip(past, new)), at, keys)
-        write()
+        write(slot, *zip(past, new))
         return y
 
 
@@ -175,11 +170,8 @@ class Int8(Full):
             both = torch.cat([old, t.to(old.dtype)], 2)
             groups = both.gather(2, index.expand(-1, m.G, -1, m.D)).unflatten(2, (-1, g))      # (B, G, groups, g, D)
             codes, scale = quantized(groups, self.bits, dim=-2 if name == "k" else -1)
-            for kept, made in ((state[name], packed(codes, self.bits)), (state[f"{name}_scale"], scale)):
-                kept.scatter_(2, slot.view(len(slot), 1, -1, *[1] * (made.dim() - 3)).expand_as(made), made)
-        into = at.once(("slot", C, 0), lambda: at.slot(C, 0))[:, None, :, None]
-        for old, t in zip(recent, new):
-            old.scatter_(2, into.expand_as(t), t.to(old.dtype))
+            write(slot, (state[name], packed(codes, self.bits)), (state[f"{name}_scale"], scale))
+        write(at.once(("slot", C, 0), lambda: at.slot(C, 0)), *zip(recent, new))
         return y
 
     def attend_kept(self, m: Attention, q: Tensor, new: tuple[Tensor, ...], at: Positions, state: State) -> Tensor:

@@ -23,7 +23,7 @@ from config.check import check_fields, check_range
 from mixers.mixer import Mixer
 from ops.attend import How, attend, choose, opened, see
 from ops.norm import rms_norm
-from ops.positions import Keys, Positions
+from ops.positions import Keys, Positions, write
 from ops.rope import rope_table, rotate
 
 
@@ -141,10 +141,10 @@ class MLA(Mixer):
         """past (B, sinks + ring + 1, rank + rot) is the state's; the last slot takes what need not be kept."""
         T, sinks = q.shape[2], self.sinks
         ring = past.shape[1] - 1 - sinks
-        slot = at.once(("slot", ring, sinks), lambda: at.slot(ring, sinks))[:, :, None].expand_as(kv)
+        slot = at.once(("slot", ring, sinks), lambda: at.slot(ring, sinks))
         form = self.expanded if self.many < T else self.absorbed
         if T == 1 or not (self.window or at.given or at.plain):    # what these tokens overwrite, none of them sees: no copy
-            past.scatter_(1, slot, kv.to(past.dtype))
+            write(slot, (past[:, None], kv[:, None]))
             keys = at.keys_after(ring, sinks)
             return form(q, past[:, :keys.pos.shape[1]].type_as(kv), at, keys)
         if at.plain:               # nothing but these tokens to expand
@@ -152,7 +152,7 @@ class MLA(Mixer):
         else:
             keys = at.keys_before(ring, sinks)
             y = form(q, torch.cat([past[:, :keys.pos.shape[1] - T].type_as(kv), kv], 1), at, keys)
-        past.scatter_(1, slot, kv.to(past.dtype))
+        write(slot, (past[:, None], kv[:, None]))
         return y
 
     def init_state(self, B: int, max_len: int, dtype: torch.dtype, device: torch.device) -> dict[str, Tensor]:

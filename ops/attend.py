@@ -20,6 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ops.bands import bands
+from ops.few_rows import one_query
 from ops.flash import flash_attention, refuses, version
 from ops.positions import Keys, Positions, visible
 
@@ -211,6 +212,8 @@ def sdpa(q: Tensor, k: Tensor, v: Tensor, at: Positions, keys: Keys, how: How) -
 def fused(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, how: How, is_causal: bool = False) -> Tensor:
     T, V = q.shape[2], v.shape[-1]
     q, k, v, how = with_sink(q, k, v, how, is_causal)
+    if T == 1 and not how.dropout and (y := one_query(q, k, v, mask, how.scale)) is not None:
+        return y[..., :V]
     gqa = q.shape[1] != k.shape[1]
     if gqa and q.device.type != "cpu" and (mask is not None or q.dtype == torch.float32 or q.device.type == "mps"):
         k, v, gqa = spread(k, q.shape[1]), spread(v, q.shape[1]), False    # CUDA's masked and float32 kernels take equal heads only

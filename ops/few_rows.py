@@ -6,7 +6,11 @@ int8: a scale for each output, w is about code * scale. int4: a scale and a zero
 
 from __future__ import annotations
 
+import contextlib
+import hashlib
+import os
 import sys
+import time
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
@@ -15,28 +19,59 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from ops.processor import cpu_multiplies_bf16, processor
 from ops.quantize import dequantized, packed, quantized
 
 GROUP = 32
 BITS = {"int8": 8, "int4": 4}
-FEW = 8    # rows up to which the kernel beats torch: int8 6 ms against float32's 19 at one row, 27 against 45 at 8, 60 against 39 at 16
-           # (24 matrices of 3072 x 768; 2 cores of an AVX2 EPYC, 2026-11-30)
+FEW = 16   # rows up to which the kernel beats torch: float32 12 ms against 16 at one row, 14 against 33 at 4, 31 against 41 at 16; int8 4,
+           # 6 and 21 (24 matrices of 3072 x 768; 2 cores of an AVX2 EPYC, 2026-11-30)
+LARGE = 30e6   # parameters from which a CPU's generation gains enough for half a minute's build
 
 
 @cache
 def kernel() -> Callable[[Tensor, Tensor, Tensor | None], Tensor] | None:
     """few_rows(x (M, K) float32, W, scale) -> x W^T (M, N), built at its first use and kept in torch's cache of extensions; None, and a
     line that says why, where there is no compiler."""
+    source = Path(__file__).with_suffix(".cpp")
+    parts = torch.__version__, processor(), source.read_text(encoding="utf-8"), Path(__file__).read_text(encoding="utf-8")
+    version = hashlib.sha256(repr(parts).encode()).hexdigest()[:12]
+    folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "heed" / f"few_rows-{version}"
     try:
         from torch.utils.cpp_extension import load
-        load("heed_few_rows", [str(Path(__file__).with_suffix(".cpp"))], extra_cflags=["-O3", "-march=native", "-std=c++20"],
-             is_python_module=False)
+        folder.mkdir(parents=True, exist_ok=True)
+        with contextlib.suppress(OSError):           # torch waits for ever for a build that was interrupted
+            if time.time() - (folder / "lock").stat().st_mtime > 300:
+                (folder / "lock").unlink()
+        if not list(folder.glob("*.so")):
+            print("building the kernel for few rows, once on this machine: about half a minute", file=sys.stderr)
+        threads = [] if sys.platform == "darwin" else ["-fopenmp"]           # without it at::parallel_for takes one; Apple's has none
+        load("heed_few_rows", [str(source)], extra_cflags=["-O3", "-march=native", "-std=c++20", *threads], extra_ldflags=threads,
+             build_directory=str(folder), is_python_module=False)
     except (ImportError, OSError, RuntimeError) as e:
         reason = next((line for line in str(e).splitlines() if "error" in line.lower()), type(e).__name__)[:150]
         print(f"no fast kernel for few rows ({reason}): generation goes on without; it takes a C++20 compiler and pip install ninja",
               file=sys.stderr)
         return None
     return torch.ops.heed.few_rows
+
+
+def one_query(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float | None) -> Tensor | None:
+    """Attention of one query a row, q (B, H, 1, D), over k and v (B, G, S, D), where the kernel has been built and takes it; else None.
+    mask: as F.scaled_dot_product_attention has it."""
+    D = q.shape[-1]
+    fits = q.shape[2] == 1 and D % 16 == 0 and v.shape[-1] == D and k.stride(3) == v.stride(3) == 1
+    fits = fits and k.dtype == v.dtype and k.dtype in (torch.float32, torch.bfloat16)
+    if not (fits and q.device.type == "cpu" and built()) or torch.is_grad_enabled() or torch.compiler.is_compiling():
+        return None
+    if mask is not None:
+        mask = torch.zeros(mask.shape).masked_fill(~mask, -torch.inf) if mask.dtype == torch.bool else mask.float()
+        mask = mask[:, :, 0].expand(-1, -1, k.shape[2]).contiguous()
+    return torch.ops.heed.one_query(q[:, :, 0].float().contiguous(), k, v, mask, D**-0.5 if scale is None else scale)[:, :, None].type_as(q)
+
+
+def built() -> bool:
+    return kernel.cache_info().currsize > 0 and kernel() is not None
 
 
 class FewRows(nn.Module):
@@ -78,9 +113,20 @@ class FewRows(nn.Module):
         rows = x.numel() // K
         run = kernel() if 0 < rows <= FEW and x.device.type == "cpu" and K % GROUP == 0 else None
         if run is None:
-            return F.linear(x, self.weight_as(x.dtype), self.bias)
+            emulated = x.device.type == "cpu" and not cpu_multiplies_bf16()          # bfloat16 would take 90 times as long
+            wide = torch.float32 if emulated else x.dtype
+            return F.linear(x.to(wide), self.weight_as(wide), None if self.bias is None else self.bias.to(wide)).to(x.dtype)
         y = run(x.reshape(rows, K).float().contiguous(), self.codes, self.scale).view(*x.shape[:-1], -1)
         return (y if self.bias is None else y + self.bias).to(x.dtype)
+
+
+def prepare(model: nn.Module, quantize: str | None) -> str:
+    """`for_generation` where weights are to be rounded, or where a CPU gains by it; what is worth telling."""
+    large = next(model.parameters()).device.type == "cpu" and sum(p.numel() for p in model.parameters()) > LARGE
+    if not (quantize or large):
+        return ""
+    share = for_generation(model, BITS.get(quantize or ""))
+    return f"{share:.0%} of the linear layers' weights in {quantize}" if quantize else ""
 
 
 def for_generation(model: nn.Module, bits: int | None = None) -> float:

@@ -163,9 +163,11 @@ def visible(q_pos: Tensor, k_pos: Tensor, q_doc: Tensor, k_doc: Tensor, window: 
 # states that keep what attention does not read as it lies
 
 def write(slot: Tensor, *pairs: tuple[Tensor, Tensor]) -> None:
-    """Into each (B, G, slots, D) its new (B, G, T, D), at slot (B, T)."""
+    """Into each (B, G, slots, ...) its new (B, G, T, ...), at slot (B, T). Not by scatter_, which on a CPU copies all of a bfloat16 cache:
+    36 ms against 0.02 at (16, 12, 1088, 64)."""
+    rows = torch.arange(len(slot), device=slot.device)[:, None]
     for kept, new in pairs:
-        kept.scatter_(2, slot[:, None, :, None].expand_as(new), new.to(kept.dtype))
+        kept.transpose(1, 2).index_put_((rows, slot), new.transpose(1, 2).to(kept.dtype))
 
 
 def lined_up(old: Tensor, new: Tensor, n: int, ring: int, before: Tensor, first: Tensor) -> Tensor:

@@ -80,3 +80,38 @@ def test_a_tied_embedding_keeps_its_matrix():
     before = model.wte.weight.clone()
     for_generation(model, 8)
     assert torch.equal(model.wte.weight, before) and model.head.codes.dtype == torch.int8 and not any(isinstance(m, nn.Linear) for m in model.modules())
+
+
+@needs_compiler
+@torch.no_grad()
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("B, H, G, S", [(1, 4, 4, 1), (3, 6, 2, 37), (2, 4, 1, 300)])
+def test_one_query_is_attention(B, H, G, S, dtype):
+    torch.manual_seed(0)
+    q, cache = torch.randn(B, H, 1, 32, dtype=dtype), torch.randn(2, B, G, S + 5, 32, dtype=dtype)
+    k, v = cache[:, :, :, :S]
+    seen = torch.rand(B, 1, 1, S) < 0.5
+    seen[..., 0] = True
+    for mask in (None, seen, torch.randn(1, H, 1, S).to(dtype), torch.randn(B, H, 1, S).masked_fill(~seen, -torch.inf).to(dtype)):
+        want = nn.functional.scaled_dot_product_attention(q.double(), k.double(), v.double(), enable_gqa=True, scale=0.3,
+                                                          attn_mask=mask.double() if mask is not None and mask.dtype != torch.bool else mask)
+        got = few_rows.one_query(q, k, v, mask, 0.3)
+        assert got.dtype == dtype
+        torch.testing.assert_close(got.double(), want, rtol=1e-5 if dtype == torch.float32 else 1e-2, atol=1e-5 if dtype == torch.float32 else 1e-2)
+    assert few_rows.one_query(q.repeat(1, 1, 2, 1), k, v, None, None) is None and few_rows.one_query(q[..., :8], k[..., :8], v[..., :8], None, None) is None
+
+
+@needs_compiler
+@torch.no_grad()
+@pytest.mark.parametrize("cfg", [dict(), dict(n_kv_head=2, layers="attention(window=7, sinks=2) attention(sink_logit=True)"), dict(position="alibi"),
+                                 dict(layers="sparse(pattern='strided(5)') forgetting")], ids=str)
+def test_decoding_by_the_kernel_is_the_forward_pass(cfg, monkeypatch):
+    model, x, calls = tiny(n_embd=64, **cfg), tokens(3, 40), []
+    want, run = model(x), few_rows.one_query
+    monkeypatch.setattr("ops.attend.one_query", lambda *a: calls.append(y := run(*a)) or y)
+    state = model.init_state(3, 64)
+    pos = torch.arange(40).expand(3, 40).clone()
+    pos[1, 30:] -= 30
+    got = torch.cat([model(x[:, i:i + 1], pos=None if i < 30 else pos[:, i:i + 1], state=state) for i in range(40)], 1)
+    torch.testing.assert_close(got[[0, 2]], want[[0, 2]], rtol=1e-4, atol=2e-5)
+    assert sum(y is not None for y in calls) >= 40

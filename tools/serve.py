@@ -61,7 +61,7 @@ from engine.completion import Completion, Writing, together
 from engine.device import pick_device
 from engine.worker import Refused, Worker
 from model import GPT
-from ops.few_rows import BITS, for_generation
+from ops.few_rows import prepare
 
 MOST = 10_000_000      # bytes of a request
 
@@ -177,8 +177,7 @@ def main(config: ServeConfig) -> None:
     step = find_step(config.checkpoint)
     model, tokenizer = load_model(step, pick_device(config.device), config.kv_cache)
     model = model.to(getattr(torch, config.dtype)).eval()
-    if config.quantize:
-        for_generation(model, BITS[config.quantize])
+    prepare(model, config.quantize)
     name = step.parent.name
     uvicorn.run(app(model, tokenizer, name, config.rows, config.waiting), host=config.host, port=config.port, log_level="info",
                 timeout_graceful_shutdown=5)
