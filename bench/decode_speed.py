@@ -100,12 +100,17 @@ def read_rate(size: int, device: torch.device) -> float:
     return 4 * n / min(median_seconds(lambda way=way, x=x: way(x), 5, device) for way in ways for x in blocks)  # type: ignore[misc]
 
 
+def half(width: str, device: torch.device) -> bool:
+    """Whether activations and cache are in bfloat16; on a CPU the rounded weights' are in float32."""
+    return width == "bfloat16" or (width in BITS and device.type != "cpu")
+
+
 def make(config: DecodeConfig, width: str, device: torch.device) -> GPT:
     torch.manual_seed(0)
     room = max(config.contexts) + config.repeats + 8
     model = GPT(GPTConfig(vocab_size=config.vocab_size, n_layer=config.n_layer, n_head=config.n_head, n_embd=config.n_embd, mlp="gelu_tanh",
                           norm="layernorm", bias=True, position="learned", block_size=-(-room // 64) * 64)).to(device).eval()
-    model = model.to(torch.bfloat16) if width != "float32" else model
+    model = model.to(torch.bfloat16) if half(width, device) else model
     if device.type == "cpu" or width in BITS:
         for_generation(model, BITS.get(width))
     return model
@@ -232,7 +237,7 @@ def main(config: DecodeConfig) -> list[dict[str, Any]]:
         print(f"{name:<34}" + "".join(f"{cell((B, T)):>18}" for B in config.batches for T in config.contexts), flush=True)
 
     for width in config.widths:
-        size = 2 if width != "float32" else 4
+        size = 2 if half(width, device) else 4
         limit: Speeds = {}
         rates: dict[int, float] = {}
         for B in config.batches:

@@ -203,6 +203,8 @@ def sdpa(q: Tensor, k: Tensor, v: Tensor, at: Positions, keys: Keys, how: How) -
 
     def make() -> tuple[Tensor, Tensor]:
         bias = None if how.slopes is None else distance_bias(at.pos, keys.pos, how.slopes)
+        if T == 1 and bias is None and q.device.type == "cpu":              # numbers, so that one_query need not make them for each layer
+            bias = torch.zeros(1, device=q.device)
         return opened(see(at, keys, how, q.shape[1]), bias, q.dtype, how.sink_logit is not None)
 
     mask, empty = make() if isinstance(how.keep, Tensor) else at.once(("mask", keys.name, *how.mask_key(), q.dtype), make)

@@ -110,13 +110,14 @@ void dots(const W* w, int64_t row, const float* x, int64_t K, const at::Half* pa
 }
 
 template <typename W>
-void all(const W* w, const float* x, int64_t M, int64_t N, int64_t K, const float* scale, const at::Half* pairs, const float* sums, float* y) {
+void all(const W* w, const float* x, int64_t M, int64_t N, int64_t K, const float* scale, const at::Half* pairs, const float* sums,
+         const float* bias, float* y) {
   const int64_t row = std::is_same_v<W, uint8_t> ? K / 2 : K, G = K / WIDE;
   auto some = [&]<int m_, int r_>(int64_t m, int64_t n) {
     float out[m_][r_];
     dots<m_, r_>(w + n * row, row, x + m * K, K, pairs ? pairs + n * G * 2 : nullptr, sums ? sums + m * G : nullptr, out);
     for (int i = 0; i < m_; i++)
-      for (int j = 0; j < r_; j++) y[(m + i) * N + n + j] = scale ? out[i][j] * scale[n + j] : out[i][j];
+      for (int j = 0; j < r_; j++) y[(m + i) * N + n + j] = out[i][j] * (scale ? scale[n + j] : 1) + (bias ? bias[n + j] : 0);
   };
   auto rows = [&]<int r_>(int64_t n) {
     int64_t m = 0;
@@ -133,26 +134,31 @@ void all(const W* w, const float* x, int64_t M, int64_t N, int64_t K, const floa
   });
 }
 
-// x (M, K) float32, w (N, K) or (N, K / 2) bytes, K a multiple of 32 -> (M, N) float32
-at::Tensor few_rows(const at::Tensor& x, const at::Tensor& w, const std::optional<at::Tensor>& scale) {
-  const int64_t M = x.size(0), K = x.size(1), N = w.size(0);
-  TORCH_CHECK(K % WIDE == 0 && x.is_contiguous() && w.is_contiguous() && x.scalar_type() == at::kFloat, "few_rows: shapes");
-  TORCH_CHECK(w.size(1) == (w.scalar_type() == at::kByte ? K / 2 : K), "few_rows: W does not fit x");
-  at::Tensor y = at::empty({M, N}, x.options());
-  const float* px = x.const_data_ptr<float>();
+// x (..., K), w (N, K) or (N, K / 2) bytes, K a multiple of 32, bias (N,) or none -> (..., N) as x; computed in float32
+at::Tensor few_rows(const at::Tensor& x, const at::Tensor& w, const std::optional<at::Tensor>& scale, const std::optional<at::Tensor>& bias) {
+  const int64_t K = x.size(-1), N = w.size(0);
+  TORCH_CHECK(K % WIDE == 0 && w.is_contiguous() && w.size(1) == (w.scalar_type() == at::kByte ? K / 2 : K), "few_rows: W does not fit x");
+  const at::Tensor rows = x.to(at::kFloat).contiguous();
+  const int64_t M = rows.numel() / K;
+  std::vector<int64_t> sizes = x.sizes().vec();
+  sizes.back() = N;
+  at::Tensor y = at::empty(sizes, rows.options());
+  const float* px = rows.const_data_ptr<float>();
+  const std::optional<at::Tensor> wide = bias ? std::optional(bias->to(at::kFloat).contiguous()) : std::nullopt;
+  const float* pb = wide ? wide->const_data_ptr<float>() : nullptr;
   float* py = y.data_ptr<float>();
   switch (w.scalar_type()) {
-    case at::kFloat: all(w.const_data_ptr<float>(), px, M, N, K, nullptr, nullptr, nullptr, py); break;
-    case at::kBFloat16: all(w.const_data_ptr<at::BFloat16>(), px, M, N, K, nullptr, nullptr, nullptr, py); break;
-    case at::kChar: all(w.const_data_ptr<int8_t>(), px, M, N, K, scale->const_data_ptr<float>(), nullptr, nullptr, py); break;
+    case at::kFloat: all(w.const_data_ptr<float>(), px, M, N, K, nullptr, nullptr, nullptr, pb, py); break;
+    case at::kBFloat16: all(w.const_data_ptr<at::BFloat16>(), px, M, N, K, nullptr, nullptr, nullptr, pb, py); break;
+    case at::kChar: all(w.const_data_ptr<int8_t>(), px, M, N, K, scale->const_data_ptr<float>(), nullptr, nullptr, pb, py); break;
     case at::kByte: {
-      const at::Tensor sums = x.view({M, K / WIDE, WIDE}).sum(-1);
-      all(w.const_data_ptr<uint8_t>(), px, M, N, K, nullptr, scale->const_data_ptr<at::Half>(), sums.const_data_ptr<float>(), py);
+      const at::Tensor sums = rows.view({M, K / WIDE, WIDE}).sum(-1);
+      all(w.const_data_ptr<uint8_t>(), px, M, N, K, nullptr, scale->const_data_ptr<at::Half>(), sums.const_data_ptr<float>(), pb, py);
       break;
     }
     default: TORCH_CHECK(false, "few_rows: weights of ", w.scalar_type());
   }
-  return y;
+  return y.to(x.scalar_type());
 }
 
 // R query heads (R, D) that share the S keys and values, of which `seen` (a number a key, added; or null) may hide some. scores: (R, S).
@@ -181,10 +187,13 @@ void attended(const float* q, const T* k, const T* v, int64_t k_step, int64_t v_
       }
 }
 
-// q (B, H, D) float32, k and v (B, G, S, D), D a multiple of 8 (of 16 with AVX-512), seen (B or 1, H or 1, S) float32 -> (B, H, D)
-at::Tensor one_query(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, const std::optional<at::Tensor>& seen, double scale) {
-  const int64_t B = q.size(0), H = q.size(1), D = q.size(2), G = k.size(1), S = k.size(2), R = H / G;
-  TORCH_CHECK(q.is_contiguous() && D % LANES == 0 && k.stride(3) == 1 && v.stride(3) == 1 && k.scalar_type() == v.scalar_type(), "one_query: shapes");
+// q (B, H, 1, D), k and v (B, G, S, D), D a multiple of 16, mask (B or 1, H or 1, 1, S), a number that is added -> (B, H, 1, D) as q
+at::Tensor one_query(const at::Tensor& query, const at::Tensor& k, const at::Tensor& v, const std::optional<at::Tensor>& mask, double scale) {
+  const at::Tensor q = query.to(at::kFloat).contiguous();
+  const std::optional<at::Tensor> seen = mask ? std::optional(mask->to(at::kFloat).contiguous()) : std::nullopt;
+  const int64_t B = q.size(0), H = q.size(1), D = q.size(3), G = k.size(1), S = k.size(2), R = H / G;
+  TORCH_CHECK(!seen || seen->size(3) == S, "one_query: the mask does not fit");
+  TORCH_CHECK(D % LANES == 0 && k.stride(3) == 1 && v.stride(3) == 1 && k.scalar_type() == v.scalar_type(), "one_query: shapes");
   at::Tensor y = at::empty_like(q);
   const float *pq = q.const_data_ptr<float>(), *hidden = seen ? seen->const_data_ptr<float>() : nullptr;
   const int64_t by_row = seen && seen->size(0) > 1 ? seen->stride(0) : 0, by_head = seen && seen->size(1) > 1 ? seen->stride(1) : 0;
@@ -200,14 +209,14 @@ at::Tensor one_query(const at::Tensor& q, const at::Tensor& k, const at::Tensor&
   };
   if (k.scalar_type() == at::kFloat) run(k.const_data_ptr<float>(), v.const_data_ptr<float>());
   else run(k.const_data_ptr<at::BFloat16>(), v.const_data_ptr<at::BFloat16>());
-  return y;
+  return y.to(query.scalar_type());
 }
 
 }  // namespace
 
 TORCH_LIBRARY(heed, m) {
-  m.def("few_rows(Tensor x, Tensor w, Tensor? scale) -> Tensor");
-  m.def("one_query(Tensor q, Tensor k, Tensor v, Tensor? seen, float scale) -> Tensor");
+  m.def("few_rows(Tensor x, Tensor w, Tensor? scale, Tensor? bias) -> Tensor");
+  m.def("one_query(Tensor q, Tensor k, Tensor v, Tensor? mask, float scale) -> Tensor");
 }
 TORCH_LIBRARY_IMPL(heed, CPU, m) {
   m.impl("few_rows", few_rows);

@@ -30,8 +30,8 @@ LARGE = 30e6   # parameters from which a CPU's generation gains enough for half 
 
 
 @cache
-def kernel() -> Callable[[Tensor, Tensor, Tensor | None], Tensor] | None:
-    """few_rows(x (M, K) float32, W, scale) -> x W^T (M, N), built at its first use and kept in torch's cache of extensions; None, and a
+def kernel() -> Callable[[Tensor, Tensor, Tensor | None, Tensor | None], Tensor] | None:
+    """few_rows(x (..., K), W, scale, bias) -> x W^T + bias (..., N), built at its first use and kept in torch's cache of extensions; None, and a
     line that says why, where there is no compiler."""
     source = Path(__file__).with_suffix(".cpp")
     parts = torch.__version__, processor(), source.read_text(encoding="utf-8"), Path(__file__).read_text(encoding="utf-8")
@@ -65,9 +65,9 @@ def one_query(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float
     if not (fits and q.device.type == "cpu" and built()) or torch.is_grad_enabled() or torch.compiler.is_compiling():
         return None
     if mask is not None:
-        mask = torch.zeros(mask.shape).masked_fill(~mask, -torch.inf) if mask.dtype == torch.bool else mask.float()
-        mask = mask[:, :, 0].expand(-1, -1, k.shape[2]).contiguous()
-    return torch.ops.heed.one_query(q[:, :, 0].float().contiguous(), k, v, mask, D**-0.5 if scale is None else scale)[:, :, None].type_as(q)
+        mask = torch.zeros(mask.shape).masked_fill(~mask, -torch.inf) if mask.dtype == torch.bool else mask
+        mask = mask if mask.shape[-1] == k.shape[2] else mask.expand(-1, -1, -1, k.shape[2])
+    return torch.ops.heed.one_query(q, k, v, mask, D**-0.5 if scale is None else scale)
 
 
 def built() -> bool:
@@ -116,8 +116,7 @@ class FewRows(nn.Module):
             emulated = x.device.type == "cpu" and not cpu_multiplies_bf16()          # bfloat16 would take 90 times as long
             wide = torch.float32 if emulated else x.dtype
             return F.linear(x.to(wide), self.weight_as(wide), None if self.bias is None else self.bias.to(wide)).to(x.dtype)
-        y = run(x.reshape(rows, K).float().contiguous(), self.codes, self.scale).view(*x.shape[:-1], -1)
-        return (y if self.bias is None else y + self.bias).to(x.dtype)
+        return run(x, self.codes, self.scale, self.bias)
 
 
 def prepare(model: nn.Module, quantize: str | None) -> str:
