@@ -31,8 +31,8 @@ LARGE = 30e6   # parameters from which a CPU's generation gains enough for half 
 
 @cache
 def kernel() -> Callable[[Tensor, Tensor, Tensor | None, Tensor | None], Tensor] | None:
-    """few_rows(x (..., K), W, scale, bias) -> x W^T + bias (..., N), built at its first use and kept in torch's cache of extensions; None, and a
-    line that says why, where there is no compiler."""
+    """few_rows(x (..., K), W, scale, bias) -> x W^T + bias (..., N), built at its first use and kept under ~/.cache/heed; None, and a line
+    that says why, where there is no compiler."""
     source = Path(__file__).with_suffix(".cpp")
     parts = torch.__version__, processor(), source.read_text(encoding="utf-8"), Path(__file__).read_text(encoding="utf-8")
     version = hashlib.sha256(repr(parts).encode()).hexdigest()[:12]

@@ -238,3 +238,22 @@ def test_mistakes_are_one_line(text, message):
     with pytest.raises(ValueError) as e:
         kv_cache(text)
     assert message in str(e.value) and "\n" not in str(e.value)
+
+
+@pytest.mark.slow
+@torch.no_grad()
+@pytest.mark.parametrize("cache, layers", [("full", "attention(window=60, sinks=4)"), ("streaming(sinks=4, window=60)", "attention")])
+def test_a_million_tokens_in_flat_memory(cache, layers):
+    """And the last of them as exact as the first: what is left of a million tokens is what a short text of the same tokens has."""
+    resource = pytest.importorskip("resource")
+    model, x, n = tiny(kv_cache=cache, layers=layers, n_layer=1, block_size=64), tokens(1, 1024), 1_000_000
+    state, early = model.init_state(1, 64), 0
+    for i in range(0, n, 512):
+        y = model.hidden(x[:, i % 1024:i % 1024 + 512], state=state)
+        early = early or (i > n // 10) * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    assert int(state.length) == n // 512 * 512 + 512 and sum(t.numel() for t in state.layers[0].values()) == 2 * 65 * 32
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss < early + 20_000            # kilobytes
+    if cache != "full":                                                                   # sinks of a ring keep their true distance
+        end = i % 1024 + 512
+        short = model(torch.cat([x[:, :4], x[:, end - 60:end]], 1))
+        torch.testing.assert_close(model.logits(y)[:, -1], short[:, -1], rtol=1e-3, atol=1e-3)

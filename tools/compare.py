@@ -294,7 +294,7 @@ def timeline(lines: list[dict]) -> list[tuple[int, float, float]]:
 
 def digest(cfg: TrainConfig) -> str:
     """Of what a result depends on."""
-    free = ("out_dir", "init_from", "wandb_log", "wandb_project", "wandb_run_name", "wandb_mode")
+    free = ("out_dir", "init_from", "kv_cache", "wandb_log", "wandb_project", "wandb_run_name", "wandb_mode")
     text = json.dumps({k: v for k, v in asdict(cfg).items() if k not in free}, sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()[:8]
 
