@@ -168,10 +168,17 @@ def llama_cpp(config: DecodeConfig, width: str, folder: Path) -> Speeds:
     C, room, draws = config.n_embd, max(config.contexts) + config.repeats + 8, np.random.default_rng(0)
     path = folder / f"{width}.gguf"
     w = GGUFWriter(str(path), "gpt2")
-    w.add_context_length(room), w.add_embedding_length(C), w.add_block_count(config.n_layer), w.add_feed_forward_length(4 * C)
-    w.add_head_count(config.n_head), w.add_layer_norm_eps(1e-5)
-    w.add_tokenizer_model("gpt2"), w.add_tokenizer_pre("gpt-2"), w.add_token_merges(["a b"])
-    w.add_token_list([f"t{i}" for i in range(config.vocab_size)]), w.add_token_types([1] * config.vocab_size)
+    w.add_context_length(room)
+    w.add_embedding_length(C)
+    w.add_block_count(config.n_layer)
+    w.add_feed_forward_length(4 * C)
+    w.add_head_count(config.n_head)
+    w.add_layer_norm_eps(1e-5)
+    w.add_tokenizer_model("gpt2")
+    w.add_tokenizer_pre("gpt-2")
+    w.add_token_merges(["a b"])
+    w.add_token_list([f"t{i}" for i in range(config.vocab_size)])
+    w.add_token_types([1] * config.vocab_size)
 
     def put(name: str, *shape: int) -> None:
         x = (draws.standard_normal(shape) * 0.02).astype(np.float32)
@@ -188,7 +195,10 @@ def llama_cpp(config: DecodeConfig, width: str, folder: Path) -> Speeds:
             shapes |= {f"blk.{i}.{name}.weight": shape, f"blk.{i}.{name}.bias": shape[:1]}
     for name, shape in shapes.items():
         put(name, *shape)
-    w.write_header_to_file(), w.write_kv_data_to_file(), w.write_tensors_to_file(), w.close()
+    w.write_header_to_file()
+    w.write_kv_data_to_file()
+    w.write_tensors_to_file()
+    w.close()
     threads = torch.get_num_threads()
     llama = Llama(str(path), n_ctx=room, n_threads=threads, n_threads_batch=threads, verbose=False)
     found: Speeds = {}

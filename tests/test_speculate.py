@@ -125,3 +125,22 @@ def test_what_cannot_be_speculated_says_so():
     for cache in ("int8", "h2o", "snapkv"):
         with pytest.raises(ValueError, match=f"kv_cache={cache} keeps what depends on how many tokens are read at once"):
             Batch(tiny(kv_cache=cache), speculate=Lookup())
+
+
+@pytest.mark.parametrize("how", ["draft", "lookup"])
+def test_a_session_goes_on_alike(how):
+    model = tiny(tie_embeddings=False, block_size=64)
+
+    def told(speculate) -> list[int]:
+        batch, out = Batch(model, speculate=speculate), []
+        batch.add(0, PROMPTS[1], Options(temperature=0, max_new_tokens=9), 0)
+        for more in (PROMPTS[0], [], PROMPTS[4], PROMPTS[1]):             # beyond the context at last
+            n = 0
+            while n < 9:
+                drawn = batch.step()
+                n += len(drawn)
+                out += [d.id for d in drawn]
+            batch.go_on(more)
+        return out
+
+    assert told(Draft(near(model, 0.02), 3) if how == "draft" else Lookup(4)) == told(None)
