@@ -136,7 +136,7 @@ class GPT(nn.Module):
 
         pos (B, T): see ops/positions.py. With a state, it is the past, and takes these tokens in; no gradients then.
         """
-        with torch.no_grad() if state else contextlib.nullcontext():
+        with contextlib.nullcontext() if state is None else torch.no_grad():
             x = self.hidden(tokens, pos, state)
             if targets is None:
                 return self.logits(x)
@@ -144,14 +144,14 @@ class GPT(nn.Module):
 
     def hidden(self, tokens: Tensor, pos: Tensor | None = None, state: State | None = None) -> Tensor:
         """What the head reads: (B, T, C). Its last column is all that the next token needs."""
-        with torch.no_grad() if state else contextlib.nullcontext():
+        with contextlib.nullcontext() if state is None else torch.no_grad():
             B, T = tokens.shape
-            at = Positions(B, T, tokens.device, pos, state.length if state else None, state.past if state else 0, tokens)
+            at = Positions(B, T, tokens.device, pos, None if state is None else state.length, 0 if state is None else state.past, tokens)
             past = self.room(at, state)
             x = self.drop(self.embed(tokens, at))
             for i, block in enumerate(self.blocks):
-                x = block(x, at, state.layers[i] if state else None)
-            if state:
+                x = block(x, at, None if state is None else state.layers[i])
+            if state is not None:
                 state.length.copy_(at.next(state.length))
                 state.past = past
             return self.norm(x)

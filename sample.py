@@ -61,6 +61,8 @@ class SampleConfig:
     """id=bias: added to a token's logit, for example 42=-100 against it; may be given several times"""
     logprobs: int | None = None
     """with --json: the log probability of every token, and of so many likeliest in its place, by the model alone"""
+    compile: bool = False
+    """torch.compile the step of one token: about a minute at the start, faster from then on; worth it for long texts"""
     draft: str | None = None
     """a smaller run of the same tokenizer that guesses tokens ahead: the same text, sooner where it often guesses right"""
     lookup: bool = False
@@ -188,7 +190,7 @@ def guesser(config: SampleConfig, device: torch.device, tokenizer: Tokenizer) ->
 def session(config: SampleConfig, model: GPT, tokenizer: Tokenizer, speculate: Lookup | None) -> None:
     """Text by turns: a line of the reader's, then the model's."""
     options, fresh = started(config, tokenizer)
-    begin = lambda: Batch(model, 1, tokenizer.vocab_size, config.overflow, speculate)
+    begin = lambda: Batch(model, 1, tokenizer.vocab_size, config.overflow, speculate, config.compile)
     batch, prompt, before = begin(), config.prompt, list[int]()
     while True:
         if prompt is None:
@@ -220,7 +222,7 @@ def session(config: SampleConfig, model: GPT, tokenizer: Tokenizer, speculate: L
 def write(config: SampleConfig, prompts: list[str], model: GPT, tokenizer: Tokenizer, speculate: Lookup | None) -> None:
     """Prints the texts in order; those that are not yet their turn are written side by side with it, and wait."""
     options, fresh = started(config, tokenizer)
-    batch = Batch(model, ROWS, tokenizer.vocab_size, config.overflow, speculate)
+    batch = Batch(model, ROWS, tokenizer.vocab_size, config.overflow, speculate, config.compile)
     for row, prompt in enumerate(prompts):
         batch.add(row, encode(prompt, tokenizer), options, config.seed * 1_000_003 + row)
     texts = [fresh() for _ in prompts]

@@ -44,6 +44,8 @@ class DecodeConfig:
     """tokens in the vocabulary"""
     repeats: int = 12
     """tokens of each measurement, whose median counts"""
+    compile: bool = False
+    """our engine with its step compiled, too: a minute more for each width"""
     rivals: bool = True
     """recomputation, Hugging Face and llama.cpp too"""
     device: str = "auto"
@@ -118,15 +120,16 @@ def make(config: DecodeConfig, width: str, device: torch.device) -> GPT:
 
 
 @torch.no_grad()
-def ours(config: DecodeConfig, model: GPT, device: torch.device) -> Speeds:
+def ours(config: DecodeConfig, model: GPT, device: torch.device, compile: bool = False) -> Speeds:
     """By the engine: its draw, its bookkeeping and all."""
     found: Speeds = {}
     for B in config.batches:
         for T in config.contexts:
-            batch = Batch(model, B)
+            batch = Batch(model, B, compile=compile)
             for i, ids in enumerate(torch.randint(config.vocab_size, (B, T)).tolist()):
-                batch.add(i, ids, Options(temperature=0, max_new_tokens=config.repeats + 3), 0)
-            batch.step(), batch.step()
+                batch.add(i, ids, Options(temperature=0, max_new_tokens=config.repeats + 4), 0)
+            for _ in range(3):
+                batch.step()
             found[B, T] = B / median_seconds(batch.step, config.repeats, device)
     return found
 
@@ -260,6 +263,8 @@ def main(config: DecodeConfig) -> list[dict[str, Any]]:
         tell(f"limit, {width}", limit)
         model = make(config, width, device)
         tell(f"Heed, {width}", ours(config, model, device), limit)
+        if config.compile:
+            tell(f"Heed, {width}, compiled", ours(config, model, device, compile=True), limit)
         if width in ("float32", "bfloat16"):
             took, products = prefill_against_products(config, model, device)
             T = max(config.contexts)

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from data.tokenizer import Tokenizer
+from engine.device import compiled
 from engine.speculate import Guess, Lookup, Reader, judged
 from model import GPT, State
 
@@ -137,11 +138,13 @@ class Batch:
 
     Every text is as it would be alone: its draws depend on its seed. Ids from `vocab_size` on, with which a vocabulary is padded, are
     never drawn. `overflow` says what comes of text longer than block_size, see OVERFLOW; None is "slide" where kv_cache drops keys.
-    `speculate` guesses ahead; then a step brings a row one token or more, in order.
+    `speculate` guesses ahead; then a step brings a row one token or more, in order. `compile` compiles the step of a token a row: once for
+    the first, once more for all lengths that follow.
     """
 
     def __init__(self, model: GPT, width: int = 64, vocab_size: int | None = None, overflow: str | None = None,
-                 speculate: Lookup | None = None):
+                 speculate: Lookup | None = None, compile: bool = False):
+        self.next = compiled(model, compile, model.wte.weight.device)    # a token a row
         self.model, self.width, self.vocab_size, self.speculate = model, width, vocab_size, speculate
         self.reader = Reader(model)
         self.readers = [self.reader, *(speculate.readers if speculate else [])]
@@ -201,7 +204,7 @@ class Batch:
             found = [judged(row, x[:len(g.ids) + 1], g, self.likely) for row, x, g in zip(self.rows, logits, guesses)]
         else:
             last = torch.tensor([[row.ids[-1]] for row in self.rows], device=self.model.wte.weight.device)
-            logits = self.known(self.model(last, state=self.reader.state))
+            logits = self.known(self.next(last, state=self.reader.state))
             found = [[i] for i in self.draw(logits[:, -1])]
         out, came = [], list[int]()
         for row, ids, xs in zip(self.rows, found, logits):

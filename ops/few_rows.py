@@ -26,6 +26,7 @@ GROUP = 32
 BITS = {"int8": 8, "int4": 4}
 FEW = 16   # rows up to which the kernel beats torch: float32 12 ms against 16 at one row, 14 against 33 at 4, 31 against 41 at 16; int8 4,
            # 6 and 21 (24 matrices of 3072 x 768; 2 cores of an AVX2 EPYC, 2026-11-30)
+BUILT: list = []     # the kernels, once they are
 LARGE = 30e6   # parameters from which a CPU's generation gains enough for half a minute's build
 
 
@@ -53,6 +54,10 @@ def kernel() -> Callable[[Tensor, Tensor, Tensor | None, Tensor | None], Tensor]
         print(f"no fast kernel for few rows ({reason}): generation goes on without; it takes a C++20 compiler and pip install ninja",
               file=sys.stderr)
         return None
+    if not BUILT:
+        torch.library.register_fake("heed::few_rows")(lambda x, w, scale, bias: x.new_empty(*x.shape[:-1], len(w)))
+        torch.library.register_fake("heed::one_query")(lambda q, k, v, mask, scale: torch.empty_like(q))
+        BUILT.append(torch.ops.heed)
     return torch.ops.heed.few_rows
 
 
@@ -60,18 +65,16 @@ def one_query(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float
     """Attention of one query a row, q (B, H, 1, D), over k and v (B, G, S, D), where the kernel has been built and takes it; else None.
     mask: as F.scaled_dot_product_attention has it."""
     D = q.shape[-1]
+    if not BUILT:
+        return None
     fits = q.shape[2] == 1 and D % 16 == 0 and v.shape[-1] == D and k.stride(3) == v.stride(3) == 1
     fits = fits and k.dtype == v.dtype and k.dtype in (torch.float32, torch.bfloat16)
-    if not (fits and q.device.type == "cpu" and built()) or torch.is_grad_enabled() or torch.compiler.is_compiling():
+    if not fits or q.device.type != "cpu" or torch.is_grad_enabled():
         return None
     if mask is not None:
         mask = torch.zeros(mask.shape).masked_fill(~mask, -torch.inf) if mask.dtype == torch.bool else mask
         mask = mask if mask.shape[-1] == k.shape[2] else mask.expand(-1, -1, -1, k.shape[2])
     return torch.ops.heed.one_query(q, k, v, mask, D**-0.5 if scale is None else scale)
-
-
-def built() -> bool:
-    return kernel.cache_info().currsize > 0 and kernel() is not None
 
 
 class FewRows(nn.Module):
@@ -85,6 +88,7 @@ class FewRows(nn.Module):
         super().__init__()
         w = linear.weight.detach()
         self.bits, self.dtype, scale = bits, w.dtype, None
+        self.fast = w.device.type == "cpu" and linear.in_features % GROUP == 0 and kernel() is not None
         if bits == 8:
             scale = w.float().abs().amax(1).clamp(min=1e-12) / 127
             w = (w.float() / scale[:, None]).round().to(torch.int8)
@@ -109,14 +113,11 @@ class FewRows(nn.Module):
         return dequantized(self.codes.unflatten(1, (-1, GROUP // 2)), self.scale[:, :, None], 4, wide).flatten(1).to(dtype)
 
     def forward(self, x: Tensor) -> Tensor:
-        K = x.shape[-1]
-        rows = x.numel() // K
-        run = kernel() if 0 < rows <= FEW and x.device.type == "cpu" and K % GROUP == 0 else None
-        if run is None:
+        if not (self.fast and x.device.type == "cpu" and 0 < x.numel() // x.shape[-1] <= FEW):
             emulated = x.device.type == "cpu" and not cpu_multiplies_bf16()          # bfloat16 would take 90 times as long
             wide = torch.float32 if emulated else x.dtype
             return F.linear(x.to(wide), self.weight_as(wide), None if self.bias is None else self.bias.to(wide)).to(x.dtype)
-        return run(x, self.codes, self.scale, self.bias)
+        return torch.ops.heed.few_rows(x, self.codes, self.scale, self.bias)
 
 
 def prepare(model: nn.Module, quantize: str | None) -> str:

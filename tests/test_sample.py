@@ -256,6 +256,28 @@ def test_text_slides_on_in_a_state_without_an_end(cfg):
     assert again[0] == int(logits.argmax()) or "h2o" in str(cfg)      # whose pieces decide what is kept
 
 
+@pytest.mark.slow
+@torch.no_grad()
+@pytest.mark.parametrize("word", ["attention", "attention(window=9)", "gated_deltanet attention"])
+def test_a_compiled_step_writes_the_same_and_is_compiled_once_for_all_lengths(word):
+    import torch._dynamo
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    model = tiny(layers=word, tie_embeddings=False)
+    want = written(model, PROMPTS[:2], 60, temperature=0)
+    batch = Batch(model, compile=True)
+    for i, p in enumerate(PROMPTS[:2]):
+        batch.add(i, p, Options(temperature=0, max_new_tokens=60), 0)
+    got: list[list[int]] = [[], []]
+    for i in range(60):
+        for d in batch.step():
+            got[d.key].append(d.id)
+        graphs = torch._dynamo.utils.counters["stats"]["unique_graphs"]
+        if i == 2:
+            early = graphs
+    assert got == want and 0 < early == graphs <= 2
+
+
 @torch.no_grad()
 def test_overflow_may_be_refused():
     model = tiny(block_size=32, tie_embeddings=False)

@@ -162,7 +162,7 @@ def test_the_command_serves_and_ends_cleanly(tmp_path, corpus):
 def test_forty_clients_some_hanging_up_some_sending_garbage():
     """Every good request is answered with the text it would have alone, and no row is left taken."""
     want = {f"{i}": text(sampled(f"{i}", temperature=0.0, max_new_tokens=20)) for i in range(20)}
-    until = time.time() + 20
+    until = time.time() + 60
 
     def one(client, me):
         draw, good = random.Random(me), 0
