@@ -40,6 +40,8 @@ class EvalConfig:
         check_range(self, "batch_size", above=0)
         check_range(self, "block_size", above=0)
         check_range(self, "limit", above=0)
+        if self.kv_cache and self.quantize:
+            raise ValueError("--kv_cache and --quantize are measured one at a time: leave one of them")
 
 
 if __name__ == "__main__":

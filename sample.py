@@ -62,7 +62,7 @@ class SampleConfig:
     logprobs: int | None = None
     """with --json: the log probability of every token, and of so many likeliest in its place, by the model alone"""
     compile: bool = False
-    """torch.compile the step of one token: about a minute at the start, faster from then on; worth it for long texts"""
+    """torch.compile the step of one token: about a minute at the start; worth it for long texts with --quantize"""
     draft: str | None = None
     """a smaller run of the same tokenizer that guesses tokens ahead: the same text, sooner where it often guesses right"""
     lookup: bool = False
@@ -122,7 +122,7 @@ from data.tokenizer import Tokenizer
 from engine.checkpoint import find_step, load_model, read_progress
 from engine.device import pick_device
 from engine.generate import Batch, Drawn, Options, Text
-from engine.speculate import Draft, Lookup
+from engine.speculate import Draft, Guesser, Lookup
 from model import GPT
 from ops.few_rows import prepare
 
@@ -173,7 +173,7 @@ def started(config: SampleConfig, tokenizer: Tokenizer) -> tuple[Options, Callab
     return options, lambda: Text(tokenizer, [as_utf8(s) for s in config.stop], config.ignore_eot, config.min_new_tokens)
 
 
-def guesser(config: SampleConfig, device: torch.device, tokenizer: Tokenizer) -> Lookup | None:
+def guesser(config: SampleConfig, device: torch.device, tokenizer: Tokenizer) -> Guesser | None:
     """Who guesses ahead, if anybody does."""
     if config.lookup:
         return Lookup(config.ahead or 8)
@@ -187,7 +187,7 @@ def guesser(config: SampleConfig, device: torch.device, tokenizer: Tokenizer) ->
     return Draft(model, config.ahead or 4)
 
 
-def session(config: SampleConfig, model: GPT, tokenizer: Tokenizer, speculate: Lookup | None) -> None:
+def session(config: SampleConfig, model: GPT, tokenizer: Tokenizer, speculate: Guesser | None) -> None:
     """Text by turns: a line of the reader's, then the model's."""
     options, fresh = started(config, tokenizer)
     begin = lambda: Batch(model, 1, tokenizer.vocab_size, config.overflow, speculate, config.compile)
@@ -219,7 +219,7 @@ def session(config: SampleConfig, model: GPT, tokenizer: Tokenizer, speculate: L
         print(flush=True)
 
 
-def write(config: SampleConfig, prompts: list[str], model: GPT, tokenizer: Tokenizer, speculate: Lookup | None) -> None:
+def write(config: SampleConfig, prompts: list[str], model: GPT, tokenizer: Tokenizer, speculate: Guesser | None) -> None:
     """Prints the texts in order; those that are not yet their turn are written side by side with it, and wait."""
     options, fresh = started(config, tokenizer)
     batch = Batch(model, ROWS, tokenizer.vocab_size, config.overflow, speculate, config.compile)

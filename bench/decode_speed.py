@@ -69,6 +69,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from bench.mixers import timed
 from engine.device import keep_memory, pick_device
 from engine.generate import Batch, Options, prefill
 from model import GPT, GPTConfig
@@ -77,16 +78,8 @@ from ops.few_rows import BITS, for_generation
 Speeds = dict[tuple[int, int], float]          # (batch, context) -> tokens a second
 
 
-def seconds(f: Callable[[], object], device: torch.device) -> float:
-    start = time.perf_counter()
-    f()
-    if device.type != "cpu":
-        torch.get_device_module(device).synchronize()
-    return time.perf_counter() - start
-
-
 def median_seconds(f: Callable[[], object], repeats: int, device: torch.device) -> float:
-    return sorted(seconds(f, device) for _ in range(repeats))[repeats // 2]
+    return sorted(timed(f, device) for _ in range(repeats))[repeats // 2]
 
 
 def read_rate(size: int, device: torch.device) -> float:
@@ -100,7 +93,7 @@ def read_rate(size: int, device: torch.device) -> float:
         blocks.append(torch.frombuffer(huge, dtype=torch.float32).copy_(blocks[0]))
     vector = torch.rand(1024, device=device)
     ways: list[Callable[[torch.Tensor], object]] = [torch.sum, torch.amax, lambda x: x.view(-1, 1024) @ vector]
-    return 4 * n / min(seconds(lambda way=way, x=x: way(x), device) for way in ways for x in blocks for _ in range(6))  # type: ignore[misc]
+    return 4 * n / min(timed(lambda way=way, x=x: way(x), device) for way in ways for x in blocks for _ in range(6))  # type: ignore[misc]
 
 
 def half(width: str, device: torch.device) -> bool:

@@ -12,15 +12,10 @@ from torch import Tensor
 
 from data.tokenizer import Tokenizer
 from engine.device import compiled
-from engine.speculate import Guess, Lookup, Reader, judged
+from engine.speculate import Guess, Guesser, Reader, judged
 from model import GPT, State
 
 PIECE = 1024      # tokens a row of a prompt that are taken in at once
-OVERFLOW = {
-    "half": "a full text goes on from its last half, read anew; a longer prompt counts by its end",
-    "slide": "it goes on in the state, which must be one that takes text of any length",
-    "refuse": "a longer prompt is an error, and a full text ends",
-}
 LARGEST = 1e6     # of a penalty, a bias, a temperature: far from where float32 overflows
 
 
@@ -137,13 +132,15 @@ class Batch:
     """Texts in progress, at most `width` side by side in one state. One that ends makes room for the next that waits, in its place.
 
     Every text is as it would be alone: its draws depend on its seed. Ids from `vocab_size` on, with which a vocabulary is padded, are
-    never drawn. `overflow` says what comes of text longer than block_size, see OVERFLOW; None is "slide" where kv_cache drops keys.
+    never drawn. `overflow` says what comes of text longer than block_size: "half" goes on from its last half, read anew, and a longer
+    prompt counts by its end; "slide" goes on in the state, which must be one that takes text of any length; "refuse" makes a longer prompt
+    an error, and ends a full text. None is "slide" where kv_cache drops keys, else "half".
     `speculate` guesses ahead; then a step brings a row one token or more, in order. `compile` compiles the step of a token a row: once for
     the first, once more for all lengths that follow.
     """
 
     def __init__(self, model: GPT, width: int = 64, vocab_size: int | None = None, overflow: str | None = None,
-                 speculate: Lookup | None = None, compile: bool = False):
+                 speculate: Guesser | None = None, compile: bool = False):
         self.next = compiled(model, compile, model.wte.weight.device)    # a token a row
         self.model, self.width, self.vocab_size, self.speculate = model, width, vocab_size, speculate
         self.reader = Reader(model)

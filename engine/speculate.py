@@ -72,16 +72,27 @@ class Reader:
                 self.feed([ids[:n] for ids, n in zip(self.texts, counts)])
 
 
-class Lookup:
-    """Guesses what came after the last place in the text that ends as it does now."""
+class Guesser:
+    """Guesses at most `ahead` ids for each row; `readers` are of its own models, which read along."""
 
-    readers: list[Reader] = []
+    ahead: int
+    readers: Sequence[Reader] = ()
+
+    def guess(self, rows: list[Row], rooms: list[int], likely: Likely) -> list[Guess]:
+        """At most so many for each row. likely(row, logits (V,), ids since): the distribution that the row's options make of them."""
+        raise NotImplementedError
+
+    def accepted(self, rows: list[Row], counts: list[int]) -> None:
+        """How many of each row's guesses stay; one id more has come since."""
+
+
+class Lookup(Guesser):
+    """What came after the last place in the text that ends as it does now."""
 
     def __init__(self, ahead: int = 8, longest: int = 3):
         self.ahead, self.longest = ahead, longest
 
     def guess(self, rows: list[Row], rooms: list[int], likely: Likely) -> list[Guess]:
-        """At most so many for each row. likely(row, logits (V,), ids since): the distribution that the row's options make of them."""
         return [Guess(self.found(row.ids)[:room]) for row, room in zip(rows, rooms)]
 
     def found(self, ids: list[int]) -> list[int]:
@@ -92,11 +103,8 @@ class Lookup:
                     return ids[i + n:i + n + self.ahead]
         return []
 
-    def accepted(self, rows: list[Row], counts: list[int]) -> None:
-        """How many of each row's guesses stay; one id more has come since."""
 
-
-class Draft(Lookup):
+class Draft(Guesser):
     """A smaller model of the same vocabulary writes the guesses, as the row's options say."""
 
     def __init__(self, model: GPT, ahead: int = 4):

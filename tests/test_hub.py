@@ -325,4 +325,4 @@ def test_memory_stays_flat(tmp_path):
         run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
         assert run.returncode == 0, run.stderr
         peaks.append(int(run.stdout.split()[-1]) / 1024)
-    assert peaks[1] < peaks[0] + 90, peaks   # held whole, 180 MB more; queues and the allocator vary by 45 from run to run
+    assert peaks[1] < peaks[0] + 90 and peaks[1] < 600, peaks   # held whole, 180 MB more; queues and the allocator vary by 45 from run to run

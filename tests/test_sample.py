@@ -376,6 +376,7 @@ def test_a_cache_is_chosen_by_name_and_its_cost_told(run):
     assert all(out.returncode == 0 for out in told), told[0].stderr
     costs = [float(out.stdout.split("(")[2].split("%")[0]) for out in told]
     assert abs(costs[0]) <= 0.01 and abs(costs[1]) > 0.05 and "windows of 32; a row's state" in told[0].stdout
+    assert ask("--kv_cache=int8", "--quantize=int8").stderr.endswith("leave one of them\n")
     full = ask("--limit=16").stdout
     assert full.startswith("val: loss") and "over 512 characters" in full
 
