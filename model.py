@@ -29,12 +29,13 @@ class State:
 
     length: Tensor                      # (B,) int64: where the next token of each row stands in its document
     layers: list[dict[str, Tensor]]     # one dict of tensors a layer, the mixer's own
+    reach: Tensor                       # (B,) int64: tokens that a row may come to, by which some RoPE scalings choose their frequencies
     past: int                           # a bound on length that the host knows without asking the device
     max_len: int
 
     def rows(self, index: Tensor) -> State:
         layers = [{name: t[index] for name, t in layer.items()} for layer in self.layers]
-        return State(self.length[index], layers, self.past, self.max_len)
+        return State(self.length[index], layers, self.reach[index], self.past, self.max_len)
 
 
 def make_norm(cfg: GPTConfig) -> nn.Module:
@@ -146,7 +147,8 @@ class GPT(nn.Module):
         """What the head reads: (B, T, C). Its last column is all that the next token needs."""
         with contextlib.nullcontext() if state is None else torch.no_grad():
             B, T = tokens.shape
-            at = Positions(B, T, tokens.device, pos, None if state is None else state.length, 0 if state is None else state.past, tokens)
+            before = (None, 0, tokens, None) if state is None else (state.length, state.past, tokens, state.reach)
+            at = Positions(B, T, tokens.device, pos, *before)
             past = self.room(at, state)
             x = self.drop(self.embed(tokens, at))
             for i, block in enumerate(self.blocks):
@@ -186,7 +188,8 @@ class GPT(nn.Module):
         """The empty past of B rows of up to max_len tokens; dtype (None: the weights') is that of keys and values."""
         w = self.wte.weight
         layers = [block.init_state(B, max_len, dtype or w.dtype, w.device) for block in self.blocks]  # type: ignore[operator]
-        return State(torch.zeros(B, dtype=torch.long, device=w.device), layers, 0, max_len)
+        length = torch.zeros(B, dtype=torch.long, device=w.device)
+        return State(length, layers, torch.full_like(length, max_len), 0, max_len)
 
     def flops_per_token(self, T: int) -> float:
         """Forward and backward at a context of T: 6 for every weight of a matrix product, and three times the mixers' own."""

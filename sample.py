@@ -208,7 +208,7 @@ def session(config: SampleConfig, model: GPT, tokenizer: Tokenizer, speculate: G
         if batch.rows:
             batch.go_on(ids)
         else:
-            batch.add(0, before + ids, options, config.seed * 1_000_003)
+            batch.add(0, before + ids, options, config.seed * 1_000_003, batch.context)
         text, prompt, before = fresh(), None, []
         try:
             while not text.done:

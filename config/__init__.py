@@ -46,6 +46,9 @@ class GPTConfig:
     """how order is told"""
     rope_theta: float = 10000.0
     """base of RoPE's frequencies"""
+    rope_scaling: str = "none"
+    """for contexts beyond the `original` one: linear(factor=4), ntk(factor=4), "dynamic(factor=4, original=1024)", yarn, longrope, llama3
+    (ops/rope.py); block_size is the longer one then. tools/extend.py sets it in a checkpoint"""
     rope_layout: Literal["half", "interleaved"] = "half"
     """which channels RoPE pairs: i with i + D/2 (Hugging Face), or 2i with 2i + 1 (Meta, GPT-J)"""
     qk_norm: bool = False

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ast
 import types
-from dataclasses import fields
+from dataclasses import MISSING, fields
 from difflib import get_close_matches
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
@@ -63,7 +63,23 @@ def options(call: ast.Call, cls: type, name: str) -> Any:
         except (ValueError, TypeError):
             said = f"{word}({ast.unparse(keyword)})"
             raise ValueError(f"{name}: {said}: an option's value is a number, a string, True, False or None") from None
+    if lacking := [f.name for f in fields(cls) if f.default is MISSING and f.name not in given]:
+        raise ValueError(f"{name}: {ast.unparse(call)} lacks {' and '.join(f'{n}=' for n in lacking)}")
     try:
         return cls(**given)
     except ValueError as e:
         raise ValueError(f"{name}: {word}: {e}") from None
+
+
+def one_of(kinds: dict[str, type], text: str, name: str) -> Any:
+    """What the setting `name` says, a word of `kinds` with or without options: `word` or `word(option=value)`. ValueError in one line."""
+    try:
+        node = ast.parse(text, mode="eval").body
+    except SyntaxError:
+        node = ast.Constant(text)
+    call = node if isinstance(node, ast.Call) else ast.Call(node, [], [])
+    if not isinstance(call.func, ast.Name) or call.args:
+        raise ValueError(f"{name}: cannot read {text!r}; write word, or word(option=value), and of words there are {', '.join(kinds)}")
+    if call.func.id not in kinds:
+        raise ValueError(f"{name}: unknown {call.func.id!r}{nearest(call.func.id, kinds)}")
+    return options(call, kinds[call.func.id], name)

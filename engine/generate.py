@@ -91,13 +91,15 @@ def plain(o: Options) -> bool:
     return o.repetition_penalty == 1 and not (o.presence_penalty or o.frequency_penalty or o.logit_bias or o.min_new_tokens)
 
 
-def prefill(model: GPT, prompts: Sequence[Sequence[int]], max_len: int) -> State:
+def prefill(model: GPT, prompts: Sequence[Sequence[int]], max_len: int, reach: Sequence[int] | None = None) -> State:
     """Takes prompts of any lengths in as one batch, PIECE tokens at a time, padded behind, so that each is cut where it would be alone;
-    an empty one leaves its row empty."""
+    an empty one leaves its row empty. reach: what each may come to with its text (None: max_len)."""
     device, T = model.wte.weight.device, max(map(len, prompts))
     tokens = torch.tensor([list(p) + [0] * (T - len(p)) for p in prompts], device=device, dtype=torch.long)
     pos = torch.tensor([list(range(len(p))) + [-1] * (T - len(p)) for p in prompts], device=device)
     state = model.init_state(len(prompts), max_len)
+    if reach is not None:
+        state.reach.copy_(torch.tensor(reach))
     for a in range(0, T, PIECE):
         model.hidden(tokens[:, a:a + PIECE], None if min(map(len, prompts)) == T else pos[:, a:a + PIECE], state)
     return state
@@ -112,6 +114,7 @@ class Row:
     options: Options
     draws: torch.Generator
     prompt: set[int]
+    reach: int | None = None                         # tokens that the text may come to, if they are known beforehand
     new: Counter[int] = field(default_factory=Counter)
     count: int = 0                                   # new tokens
     read: int = 0                                    # tokens that the state holds
@@ -159,7 +162,9 @@ class Batch:
         self.waiting: deque[Row] = deque()
         self.steps = self.drawn = 0                  # of a row: what speculating saves is their ratio
 
-    def add(self, key: int, prompt: Sequence[int], options: Options, seed: int) -> None:
+    def add(self, key: int, prompt: Sequence[int], options: Options, seed: int, reach: int | None = None) -> None:
+        """reach: as many tokens may the text come to before it is read anew, by which RoPE scalings that depend on it choose (None: the
+        prompt and max_new_tokens, or the context if that is less)."""
         if not prompt:
             raise ValueError("a prompt needs at least one token")
         if self.overflow == "refuse" and len(prompt) > self.context:
@@ -167,7 +172,7 @@ class Batch:
                              "another overflow")
         ids = list(prompt if self.overflow == "slide" else prompt[-self.context:])
         draws = torch.Generator().manual_seed(seed)
-        self.waiting.append(Row(key, ids, options, draws, set(ids), done=options.max_new_tokens < 1))
+        self.waiting.append(Row(key, ids, options, draws, set(ids), reach, done=options.max_new_tokens < 1))
 
     def drop(self, key: int) -> None:
         """Ends a text now, whether it is in progress or still waits."""
@@ -263,12 +268,14 @@ class Batch:
             self.rows[i] = row
             places.append(i)
             fresh.append(row)
-        unique = list(dict.fromkeys(tuple(row.ids[:-1]) for row in fresh))                   # samples of one prompt share its prefill
+        reaches = [row.reach or min(self.context, len(row.ids) + row.options.max_new_tokens - row.count) for row in fresh]
+        asked = [(tuple(row.ids[:-1]), reach) for row, reach in zip(fresh, reaches)]
+        unique = list(dict.fromkeys(asked))          # samples of one prompt share its prefill
         stay = [i for i in range(len(self.rows)) if i not in free]
         for reader in self.readers:
             if fresh:
-                state = prefill(reader.model, unique, self.context)
-                put = state.rows(torch.tensor([unique.index(tuple(row.ids[:-1])) for row in fresh], device=state.length.device))
+                state = prefill(reader.model, [ids for ids, _ in unique], self.context, [reach for _, reach in unique])
+                put = state.rows(torch.tensor([unique.index(a) for a in asked], device=state.length.device))
                 reader.state = placed(reader.state, put, places)
             if free and reader.state is not None:    # fewer rows from now on
                 reader.state = reader.state.rows(torch.tensor(stay, device=reader.state.length.device)) if stay else None
@@ -305,13 +312,14 @@ def placed(state: State | None, new: State, places: list[int]) -> State:
     n = len(state.length)
     inside, beyond = ([j for j, i in enumerate(places) if (i < n) == here] for here in (True, False))
     slots = torch.tensor([places[j] for j in inside], device=state.length.device, dtype=torch.long)
-    for old, t in [(state.length, new.length)] + [(a[name], b[name]) for a, b in zip(state.layers, new.layers) for name in a]:
+    layers = [(a[name], b[name]) for a, b in zip(state.layers, new.layers) for name in a]
+    for old, t in [(state.length, new.length), (state.reach, new.reach), *layers]:
         old[slots] = t[inside]
     if not beyond:
         return state
     more = new.rows(torch.tensor(beyond, device=state.length.device))
-    layers = [{name: torch.cat([a[name], b[name]]) for name in a} for a, b in zip(state.layers, more.layers)]
-    return State(torch.cat([state.length, more.length]), layers, state.past, state.max_len)
+    joined = [{name: torch.cat([a[name], b[name]]) for name in a} for a, b in zip(state.layers, more.layers)]
+    return State(torch.cat([state.length, more.length]), joined, torch.cat([state.reach, more.reach]), state.past, state.max_len)
 
 
 def told(logits: Tensor, i: int, n: int | None) -> tuple[float | None, list[tuple[int, float]]]:

@@ -124,4 +124,7 @@ def build(cfg: GPTConfig) -> list[Mixer]:
             before.append(m)
     if type(kv_cache(cfg.kv_cache)) is not Full and all(type(getattr(m, "cache", Full())) is Full for m in before):
         raise ValueError(f"kv_cache={cfg.kv_cache} is for attention without a window, and layers={cfg.layers!r} has none: leave it full")
+    if cfg.rope_scaling != "none" and not any(getattr(m, "turn", None) for m in before):
+        raise ValueError(f"rope_scaling={cfg.rope_scaling} is for layers that RoPE turns, and position={cfg.position}, "
+                         f"layers={cfg.layers!r} has none")
     return [one[0] if len(one) == 1 else Parallel(one) for one in mixers]

@@ -17,7 +17,7 @@ from mixers.mixer import Mixer
 from ops.attend import How, attend, choose
 from ops.norm import rms_norm
 from ops.positions import Keys, Positions
-from ops.rope import alibi_slopes, rope_table, rotate
+from ops.rope import Rotation, alibi_slopes, rotate
 
 
 @dataclass(kw_only=True)
@@ -28,6 +28,8 @@ class RotaryOptions:
     """whether queries and keys are rotated (None: where the model's position is rope)"""
     theta: float | None = None
     """base of the frequencies, e.g. 1e4 in local and 1e6 in global layers (Gemma 3; None: the model's rope_theta)"""
+    scaling: str | None = None
+    """how they are scaled, e.g. "none" in local layers (Gemma 3; None: as the model's rope_scaling says)"""
     rotary: int | None = None
     """channels of a head that are rotated, the first ones, an even number (Qwen3-Next has 64 of 256; None: all)"""
 
@@ -81,15 +83,16 @@ class Attention(Mixer):
         self.D = cfg.head_dim or cfg.n_embd // cfg.n_head
         self.window = cfg.window if options.window is None else options.window
         self.sinks = (cfg.sinks if options.sinks is None else options.sinks) if self.window else 0
-        self.rope = cfg.position == "rope" if options.rope is None else options.rope
+        rope = cfg.position == "rope" if options.rope is None else options.rope
         self.cache = kv_cache(cfg.kv_cache) if type(self) is Attention and not self.window else Full()
-        self.theta, self.rotary = options.theta or cfg.rope_theta, options.rotary or self.D
+        self.rotary = options.rotary or self.D
         if options.sinks and not self.window:
             raise ValueError(f"layers: attention(sinks={options.sinks}) needs a window; without one every token is visible anyway")
         if options.rotary and (self.rotary % 2 or self.rotary > self.D):
             raise ValueError(f"layers: rotary={self.rotary} must be even, and at most head_dim={self.D}")
-        if self.rope and self.rotary % 2:
+        if rope and self.rotary % 2:
             raise ValueError(f"layers: attention(rope=True) turns pairs of channels, and head_dim={self.D} is odd")
+        self.turn = Rotation(self.rotary, options.theta or cfg.rope_theta, options.scaling or cfg.rope_scaling) if rope else None
         self.counts = [self.H, self.G, self.G] + [self.H] * options.gate                   # rows: all q, all k, all v, all gates
         self.qkv = nn.Linear(cfg.n_embd, sum(self.counts) * self.D, bias=cfg.bias)
         self.qkv.parts = [n * self.D for n in self.counts]   # type: ignore[assignment] # as many matrices to Muon
@@ -116,10 +119,9 @@ class Attention(Mixer):
 
     def rotated(self, at: Positions, *tensors: Tensor) -> tuple[Tensor, ...]:
         """Each (B, heads, T, D) with its first `rotary` channels turned."""
-        if not self.rope:
+        if self.turn is None:
             return tensors
-        pos = at.pos[:1] if at.plain else at.pos         # plain rows are alike
-        cos, sin = at.once(("rope", self.rotary, self.theta), lambda: rope_table(pos, self.rotary, self.theta))
+        cos, sin = self.turn.table(at)
         return tuple(self.turned(t, cos, sin) for t in tensors)
 
     def turned(self, t: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

@@ -9,7 +9,6 @@ ring, which is bounded already.
 
 from __future__ import annotations
 
-import ast
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeVar
 
@@ -17,11 +16,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from config.check import check_fields, check_range, nearest, options
+from config.check import check_fields, check_range, one_of
 from ops.attend import How, attend, reference
 from ops.positions import Keys, Positions, write
 from ops.quantize import dequantized, packed, quantized
-from ops.rope import rope_table
+from ops.rope import angles
 
 if TYPE_CHECKING:
     from mixers.attention import Attention
@@ -109,9 +108,9 @@ class Streaming(Full):
     def attend(self, m: Attention, q: Tensor, kept: tuple[Tensor, ...], at: Positions, keys: Keys | None) -> Tensor:
         """A query twice as wide: as it is for the window's keys, turned back for the sinks, whose other half is zero."""
         (k, v), keys = kept, keys or at.keys_new()
-        if m.rope and self.sinks:
+        if (turn := m.turn) and self.sinks:
             beyond = (at.pos - (self.sinks + self.window - 1)).clamp(min=0)
-            cos, sin = at.once(("beyond", self.sinks, self.window, m.rotary, m.theta), lambda: rope_table(beyond, m.rotary, m.theta))
+            cos, sin = at.once(("beyond", self.sinks, self.window, *turn.key), lambda: angles(beyond, turn.frequencies(at)))
             q = torch.cat([q, m.turned(q, cos, -sin)], -1)
             sink = (keys.pos < self.sinks)[:, None, :, None]
             k = torch.cat([k.masked_fill(sink, 0), k.masked_fill(~sink, 0)], -1)
@@ -289,13 +288,4 @@ KV_CACHES: dict[str, type[Full]] = {"full": Full, "int8": Int8, "int4": Int4, "s
 
 def kv_cache(text: str) -> Full:
     """The cache that `kv_cache` names, with its options. ValueError in one line."""
-    try:
-        node = ast.parse(text, mode="eval").body
-    except SyntaxError:
-        node = ast.Constant(text)
-    call = node if isinstance(node, ast.Call) else ast.Call(node, [], [])
-    if not isinstance(call.func, ast.Name) or call.args:
-        raise ValueError(f"kv_cache: cannot read {text!r}; write for example int8, or streaming(sinks=4, window=252)")
-    if call.func.id not in KV_CACHES:
-        raise ValueError(f"kv_cache: unknown cache {call.func.id!r}{nearest(call.func.id, KV_CACHES)}")
-    return options(call, KV_CACHES[call.func.id], "kv_cache")
+    return one_of(KV_CACHES, text, "kv_cache")

@@ -16,7 +16,7 @@ from mixers.mixer import Mixer
 from ops import fla
 from ops.positions import Positions
 from ops.recurrence import recurrence
-from ops.rope import rope_table, rotate
+from ops.rope import Rotation, rotate
 
 FEATURES = {"elu": lambda x: F.elu(x) + 1, "relu": F.relu, "silu": F.silu, "identity": lambda x: x}
 EPS = 1e-6        # added to the sum of weights, as in the authors' own fast-transformers
@@ -91,11 +91,12 @@ class Linear(Fading):
     def __init__(self, cfg: GPTConfig, options: LinearOptions):
         super().__init__(cfg, head_width(cfg), head_width(cfg), gate=False)
         self.phi, self.normalize = FEATURES[options.feature], options.normalize
-        self.rope = cfg.position == "rope" if options.rope is None else options.rope
-        if self.rope and self.K % 2:
+        rope = cfg.position == "rope" if options.rope is None else options.rope
+        if rope and self.K % 2:
             raise ValueError(f"layers: linear(rope=True) turns pairs of channels, and head_dim={self.K} is odd")
         if cfg.position == "alibi":
             raise ValueError("layers: linear has no ALiBi: set position to rope or none")
+        self.turn = Rotation(self.K, cfg.rope_theta, cfg.rope_scaling) if rope else None
 
     def forward(self, x: Tensor, at: Positions, state: dict[str, Tensor] | None = None) -> Tensor:
         q, k, v = self.heads(x)
@@ -103,9 +104,8 @@ class Linear(Fading):
         z = None
         if self.normalize:
             z = self.read(q, k, v.new_ones(*v.shape[:3], 1), None, at, state, "z") + EPS         # (B, H, T, 1)
-        if self.rope:
-            pos = at.pos[:1] if at.plain else at.pos     # plain rows are alike
-            cos, sin = at.once(("rope", self.K, self.cfg.rope_theta), lambda: rope_table(pos, self.K, self.cfg.rope_theta))
+        if self.turn:
+            cos, sin = self.turn.table(at)
             q, k = (rotate(t, cos, sin, self.cfg.rope_layout) for t in (q, k))
         y = self.read(q, k, v, None, at, state)
         y = F.rms_norm(y, (self.V,), eps=self.cfg.norm_eps) if z is None else y / z

@@ -24,7 +24,7 @@ from mixers.mixer import Mixer
 from ops.attend import How, attend, choose, opened, see
 from ops.norm import rms_norm
 from ops.positions import Keys, Positions, write
-from ops.rope import rope_table, rotate
+from ops.rope import Rotation, rotate
 
 
 @dataclass
@@ -71,13 +71,15 @@ class MLA(Mixer):
         self.wide = max(self.D, self.V)
         self.window = cfg.window if options.window is None else options.window
         self.sinks = (cfg.sinks if options.sinks is None else options.sinks) if self.window else 0
-        self.rope = cfg.position == "rope" if options.rope is None else options.rope
+        rope = cfg.position == "rope" if options.rope is None else options.rope
         if options.sinks and not self.window:
             raise ValueError(f"layers: mla(sinks={options.sinks}) needs a window; without one every token is visible anyway")
-        if self.rope and self.rot % 2:
+        if rope and self.rot % 2:
             raise ValueError(f"layers: mla turns pairs of channels, and qk_rope_head_dim={self.rot} is odd")
         if cfg.position == "alibi":
             raise ValueError("layers: mla has no ALiBi: set position to rope or none")
+        self.turn = Rotation(self.rot, cfg.rope_theta, cfg.rope_scaling) if rope else None
+        self.scale = self.D**-0.5 * (self.turn.scaling.logit_scale() if self.turn else 1)
         self.q_rank = options.q_lora_rank
         if self.q_rank:
             self.q_down, self.q_norm = nn.Linear(cfg.n_embd, self.q_rank, bias=cfg.bias), self.norm(self.q_rank)
@@ -106,9 +108,8 @@ class MLA(Mixer):
         q = self.q_up(rms_norm(self.q_down(x), self.q_norm).type_as(x) if self.q_rank else x)
         q, q_rot = q.unflatten(-1, (self.H, self.D)).transpose(1, 2).split([self.nope, self.rot], -1)
         c, k_rot = self.kv_down(x).split([self.rank, self.rot], -1)
-        if self.rope:
-            pos = at.pos[:1] if at.plain else at.pos     # plain rows are alike
-            cos, sin = at.once(("rope", self.rot, self.cfg.rope_theta), lambda: rope_table(pos, self.rot, self.cfg.rope_theta))
+        if self.turn:
+            cos, sin = self.turn.table(at)
             q_rot = rotate(q_rot, cos, sin, self.cfg.rope_layout)
             k_rot = rotate(k_rot[:, None], cos, sin, self.cfg.rope_layout)[:, 0]
         return torch.cat([q, q_rot], -1), torch.cat([rms_norm(c, self.kv_norm).type_as(c), k_rot], -1)
@@ -120,7 +121,7 @@ class MLA(Mixer):
         k = torch.cat([k, k_rot[:, None].expand(-1, self.H, -1, -1)], -1)                    # (B, H, S, nope + rot)
         v = self.v_up(c).unflatten(-1, (self.H, self.V)).transpose(1, 2)                     # (B, H, S, V)
         q, k, v = (t if t.shape[-1] == self.wide else F.pad(t, (0, self.wide - t.shape[-1])) for t in (q, k, v))    # see `backend`
-        return attend(q, k, v, at, keys=keys, backend=self.cfg.attention_backend, window=self.window, sinks=self.sinks, scale=self.D**-0.5,
+        return attend(q, k, v, at, keys=keys, backend=self.cfg.attention_backend, window=self.window, sinks=self.sinks, scale=self.scale,
                       softcap=self.cfg.attn_softcap, dropout=self.cfg.attn_dropout if self.training else 0.0)[..., :self.V]
 
     def absorbed(self, q: Tensor, kv: Tensor, at: Positions, keys: Keys | None = None) -> Tensor:
@@ -129,7 +130,7 @@ class MLA(Mixer):
         H, T = q.shape[1:3]
         q, q_rot = q.split([self.nope, self.rot], -1)
         q = torch.cat([torch.einsum("bhtn,hnr->bhtr", q, self.k_up.weight.view(H, self.nope, self.rank)), q_rot], -1)
-        s = (kv @ q.flatten(1, 2).mT).mT.unflatten(1, (H, T)).float() * self.D**-0.5         # (B, H, T, S)
+        s = (kv @ q.flatten(1, 2).mT).mT.unflatten(1, (H, T)).float() * self.scale         # (B, H, T, S)
         if self.cfg.attn_softcap:
             s = self.cfg.attn_softcap * torch.tanh(s / self.cfg.attn_softcap)
         mask, empty = opened(see(at, keys or at.keys_new(), How(window=self.window, sinks=self.sinks), H), None, s.dtype)

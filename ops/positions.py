@@ -29,11 +29,13 @@ def derived(method: Callable[[Positions], Tensor]) -> Any:
 class Positions:
     """pos (B, T) or None; length (B,): where the next token of each row stands (None: nothing came before);
     past: a bound on length that the host knows, so that slicing the cache needs no answer from the device;
-    tokens (B, T): which they are, for mixers that find borders in the text."""
+    tokens (B, T): which they are, for mixers that find borders in the text;
+    reach (B,): how many tokens each row may come to, where a state says so."""
 
     def __init__(self, B: int, T: int, device: torch.device, pos: Tensor | None = None, length: Tensor | None = None, past: int = 0,
-                 tokens: Tensor | None = None):
-        self.given, self.past, self.tokens, self.memo = pos is not None, past, tokens, {}  # type: ignore[var-annotated]
+                 tokens: Tensor | None = None, reach: Tensor | None = None):
+        self.given, self.past, self.tokens = pos is not None, past, tokens
+        self.memo: dict[Hashable, Any] = {} if reach is None else {"reach": reach}
         if pos is None:
             pos = torch.arange(T, device=device).expand(B, T)
             if length is not None:
@@ -56,6 +58,11 @@ class Positions:
     def doc(self):
         """(B, T): 0 is the document that the state left off; every pos == 0 begins the next."""
         return (self.pos == 0).cumsum(1)
+
+    @derived
+    def reach(self):
+        """(B,), or (1,) where rows are alike: a state's, or the length of the longest document in the row."""
+        return self.pos.amax(1) + 1 if self.given else self.pos.new_full((1,), self.pos.shape[1])
 
     @derived
     def first(self):

@@ -10,6 +10,7 @@ from mixers.attention import Attention, AttentionOptions
 from mixers.sparse import parse
 from ops.attend import How, attend
 from ops.positions import Positions
+from ops.rope import Rotation
 from ops.sparse import gathered
 
 CPU = torch.device("cpu")
@@ -101,7 +102,7 @@ def test_layers_of_one_model_have_rotations_of_their_own(other):
     got = model.blocks[1](x, at)
     torch.testing.assert_close(got, model.blocks[1](x, Positions(2, 40, CPU)), rtol=0, atol=0)
     m = model.blocks[1].mixer
-    m.theta, m.rotary = 10000.0, 8
+    m.rotary, m.turn = 8, Rotation(8, 10000.0)
     assert not torch.allclose(got, model.blocks[1](x, Positions(2, 40, CPU)))
 
 

@@ -11,7 +11,7 @@ from mixers.kv_cache import KV_CACHES, kv_cache
 from model import GPTConfig
 from ops.positions import Positions
 from ops.quantize import dequantized, packed, quantized, unpacked
-from ops.rope import rope_table, rotate
+from ops.rope import Rotation, rotate
 
 COVERING = ["full", "int8(recent=64)", "int4(recent=64)", "streaming(sinks=0, window=64)", "streaming(sinks=4, window=60)", "h2o(budget=64, recent=5)",
             "snapkv(budget=64, recent=5)"]
@@ -35,7 +35,7 @@ def step_by_step(m: Attention, x: torch.Tensor, pieces: list[int]) -> tuple[torc
     """The outputs for x (1, T, C) in pieces, and the state after."""
     state, out, i = m.init_state(1, x.shape[1], torch.float32, torch.device("cpu")), [], 0
     for n in pieces:
-        at = Positions(1, n, x.device, None, torch.tensor([i]), i)
+        at = Positions(1, n, x.device, None, torch.tensor([i]), i, reach=torch.tensor(x.shape[1:2]))
         out.append(m(x[:, i:i + n], at, state))
         i += n
     return torch.cat(out, 1), state
@@ -95,15 +95,17 @@ def test_a_copied_state_goes_on_alike(cache):
 
 @torch.no_grad()
 @pytest.mark.parametrize("layout", ["half", "interleaved"])
+@pytest.mark.parametrize("scaling", ["none", "yarn(factor=4, original=100, beta_fast=8)", "longrope(factor=4, original=16, start=2)"])
 @pytest.mark.parametrize("pieces", [[40], [1] * 40, [3, 20, 1, 1, 15]], ids=str)
-def test_streaming_rotates_by_places_in_the_cache(pieces, layout):
+def test_streaming_rotates_by_places_in_the_cache(pieces, layout, scaling):
     """StreamingLLM as its paper says it: keys unrotated, positions 0, 1, 2, ... along what is kept."""
-    m, x, sinks, window = module("streaming(sinks=3, window=6)", rope_layout=layout), torch.randn(1, 40, 32), 3, 6
+    sinks, window = 3, 6
+    m, x = module("streaming(sinks=3, window=6)", rope_layout=layout, rope_scaling=scaling), torch.randn(1, 40, 32)
     got, state = step_by_step(m, x, pieces)
     q, k, v = m.qkv(x).view(1, 40, -1, m.D).transpose(1, 2).split([4, 2, 2], 1)
     for t in range(40):
         kept = [j for j in range(t + 1) if j < sinks or j > t - window]
-        cos, sin = rope_table(torch.arange(len(kept))[None], m.D, 10000.0)
+        cos, sin = Rotation(m.D, 10000.0, scaling).table(Positions(1, len(kept), x.device, reach=torch.tensor([40])))
         keys, query = rotate(k[:, :, kept], cos, sin, layout), rotate(q[:, :, t:t + 1], cos[:, :, -1:], sin[:, :, -1:], layout)
         torch.testing.assert_close(got[0, t], attended(m, query[0, :, 0], keys[0], v[0][:, kept])[1], rtol=1e-4, atol=1e-5)
     assert state["k"].shape[2] == 3 + 6 + 1 == m.cache.allocate(m, 1, 5, torch.float32, torch.device("cpu"))["k"].shape[2]
@@ -230,7 +232,7 @@ def test_what_keeps_no_such_cache_says_so(word):
 
 
 @pytest.mark.parametrize("text, message", [
-    ("int9", "unknown cache 'int9': did you mean 'int8'?"), ("streaming(sink=4)", "streaming has no option 'sink': did you mean 'sinks'?"),
+    ("int9", "unknown 'int9': did you mean 'int8'?"), ("streaming(sink=4)", "streaming has no option 'sink': did you mean 'sinks'?"),
     ("h2o(budget=0)", "budget=0 must be above 0"), ("h2o(budget=4)", "recent=256 must be at most 4"), ("snapkv(kernel=4)", "kernel=4 must be odd"),
     ("int8(bits=2)", "int8 has no option 'bits'"), ("full(", "cannot read 'full('"), ("a.b", "cannot read 'a.b'"), ("int8(3)", "cannot read"),
     ("int8(group='x')", "group='x' is no int")])

@@ -227,11 +227,11 @@ def test_compiled_steps_are_eager_s():
 
 # Hugging Face
 
-def theirs(q_lora_rank, interleaved):
+def theirs(q_lora_rank, interleaved, **rope):
     transformers = pytest.importorskip("transformers")
     from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3Attention, DeepseekV3RotaryEmbedding
     cfg = transformers.DeepseekV3Config(hidden_size=48, num_attention_heads=4, num_key_value_heads=4, q_lora_rank=q_lora_rank, **WIDTHS,
-                                        rope_interleave=interleaved, attention_bias=True, attn_implementation="eager")
+                                        rope_interleave=interleaved, attention_bias=True, attn_implementation="eager", **rope)
     torch.manual_seed(0)
     attention = DeepseekV3Attention(cfg, 0)
     with torch.no_grad():
@@ -251,12 +251,17 @@ def under_our_names(w: dict[str, torch.Tensor], q_lora_rank) -> dict[str, torch.
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("interleaved", [True, False])
+@pytest.mark.parametrize("interleaved, scaled", [(True, False), (False, False), (True, True)])
 @pytest.mark.parametrize("q_lora_rank", [18, None])
 @pytest.mark.parametrize("pos", [None, PACKED], ids=["plain", "packed"])
-def test_both_forms_equal_hugging_faces_deepseek(pos, q_lora_rank, interleaved):
-    attention, rotary = theirs(q_lora_rank, interleaved)
-    m = MLA(GPTConfig(n_embd=48, n_head=4, norm_eps=1e-6, bias=True, rope_layout="interleaved" if interleaved else "half"), MLAOptions(**WIDTHS, q_lora_rank=q_lora_rank))
+def test_both_forms_equal_hugging_faces_deepseek(pos, q_lora_rank, interleaved, scaled):
+    """scaled: by YaRN, with DeepSeek's own factor of all scores."""
+    yarn = dict(factor=8.0, beta_fast=3.0, mscale=0.7, mscale_all_dim=1.3)
+    rope = dict(rope_parameters=dict(rope_type="yarn", rope_theta=1e4, original_max_position_embeddings=32, **yarn), max_position_embeddings=256)
+    attention, rotary = theirs(q_lora_rank, interleaved, **(rope if scaled else {}))
+    scaling = f"yarn(original=32, {', '.join(f'{k}={v}' for k, v in yarn.items())})" if scaled else "none"
+    m = MLA(GPTConfig(n_embd=48, n_head=4, norm_eps=1e-6, bias=True, rope_layout="interleaved" if interleaved else "half", rope_scaling=scaling),
+            MLAOptions(**WIDTHS, q_lora_rank=q_lora_rank))
     m.load_state_dict(w := under_our_names(attention.state_dict(), q_lora_rank), strict=q_lora_rank is not None)
     assert set(m.state_dict()) - set(w) == set()
     x = torch.randn(3, 50, 48, generator=torch.Generator().manual_seed(1))

@@ -18,7 +18,7 @@ from ops import nsa as module
 from ops.attend import attend
 from ops.nsa import Sizes, compressed, selected
 from ops.positions import Positions
-from ops.rope import rope_table, rotate
+from ops.rope import angles, inverse_frequencies, rotate
 
 CPU = torch.device("cpu")
 SIZES = {
@@ -226,7 +226,7 @@ def test_a_branch_that_leaves_nothing_out_is_full_attention(branch):
         q, k, v = m.qkv(x).view(4, 41, -1, 6).transpose(1, 2).split([4, 2, 2], 1)
         k, v = ((kv[:, :, 0], kv[:, :, 1]), (kv[:, :, 2], kv[:, :, 3]), (k, v))[branch]
         if branch:
-            table = rope_table(PACKED, 6, 10000.0)
+            table = angles(PACKED, inverse_frequencies(6))
             q, k = rotate(q, *table), rotate(k, *table)
         want = m.out(attend(q, k, v, at, backend="reference").transpose(1, 2).flatten(2))
         real = PACKED >= 0

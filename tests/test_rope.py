@@ -3,26 +3,23 @@
 import pytest
 import torch
 
-from ops.rope import alibi_slopes, angles, inverse_frequencies, rotate, sinusoids
+from ops.rope import Rotation, alibi_slopes, angles, inverse_frequencies, rotate, sinusoids
 
 FAR = torch.tensor([[0, 1, 255, 256, 257, 258, 4095, 16383, 131072]])
 
 
 @pytest.mark.parametrize("under", ["float32", "bfloat16 model", "autocast"])
-def test_angles_keep_every_position_apart_whatever_the_models_dtype(under):
+def test_angles_keep_every_position_apart_whatever_the_models_dtype(under, monkeypatch):
     """In bfloat16 positions above 256 fall onto each other (C8)."""
     from conftest import tiny
     model = tiny(n_embd=64, n_head=1)
     seen = []
-    import mixers.attention as module
-    original, module.rope_table = module.rope_table, lambda *a: seen.append(original(*a)) or seen[-1]
-    try:
-        if under == "bfloat16 model":
-            model = model.to(torch.bfloat16)
-        with torch.autocast("cpu", torch.bfloat16, enabled=under == "autocast"):
-            model(torch.zeros_like(FAR), pos=FAR)
-    finally:
-        module.rope_table = original
+    original = Rotation.table
+    monkeypatch.setattr(Rotation, "table", lambda *a: seen.append(original(*a)) or seen[-1])
+    if under == "bfloat16 model":
+        model = model.to(torch.bfloat16)
+    with torch.autocast("cpu", torch.bfloat16, enabled=under == "autocast"):
+        model(torch.zeros_like(FAR), pos=FAR)
     cos, sin = seen[0]
     exact = FAR[0, :, None].double() * 10000.0 ** (-torch.arange(0, 64, 2).double() / 64)
     assert cos.dtype == torch.float32

@@ -369,7 +369,7 @@ def test_a_cache_is_chosen_by_name_and_its_cost_told(run):
     assert sample(run, *argv, "--kv_cache=h2o(budget=32, recent=8)", "--overflow=half").stdout == whole
     slides = sample(run, *argv, "--kv_cache", "streaming(sinks=2, window=6)")
     assert slides.returncode == 0 and len(slides.stdout) == len(whole)
-    assert "error: kv_cache: unknown cache 'int5'" in sample(run, *argv, "--kv_cache=int5").stderr
+    assert "error: kv_cache: unknown 'int5'" in sample(run, *argv, "--kv_cache=int5").stderr
     assert "error: overflow=slide needs a state" in sample(run, *argv, "--overflow=slide").stderr
     ask = lambda *a: subprocess.run([sys.executable, str(ROOT / "eval.py"), "--batch_size=8", *a], capture_output=True, cwd=run, encoding="utf-8")
     told = [ask("--kv_cache", cache, "--limit=16") for cache in ("h2o(budget=32, recent=8)", "streaming(sinks=1, window=3)")]
