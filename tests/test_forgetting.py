@@ -39,7 +39,7 @@ def literal(m: Forgetting, x: torch.Tensor) -> torch.Tensor:
     def told(t, norm):
         if m.cfg.qk_norm:
             t = t / (t.square().mean(-1, keepdim=True) + norm.eps).sqrt() * norm.weight
-        if not m.rope:
+        if not m.turn:
             return t
         angle = torch.arange(T)[:, None].double() * 10000.0 ** (-torch.arange(0, D, 2).double() / D)
         z = torch.complex(*t.chunk(2, 1)) * torch.polar(torch.ones_like(angle), angle)

@@ -57,12 +57,12 @@ def literal(word, m, x):
             phi = (lambda t: torch.where(t > 0, t + 1, t.exp())) if "silu" not in word else (lambda t: t * t.sigmoid())
             qh, kh = phi(qh), phi(kh)
             z = (qh @ kh.T * below).sum(1, keepdim=True)
-            if m.rope:
+            if m.turn:
                 qh, kh = (turned(t, 1e4, torch.arange(0, K, 2).double() / K, "half") for t in (qh, kh))
             y = (qh @ kh.T * below) @ vh
             y = y / z if m.normalize else y * K**-0.5 / ((y * K**-0.5).square().mean(1, keepdim=True) + m.cfg.norm_eps).sqrt()
         elif word.startswith("retention"):
-            qh, kh = (turned(t, 1e4, torch.arange(K // 2).double() / (K // 2 - 1), "interleaved") for t in (qh, kh)) if m.rope else (qh, kh)
+            qh, kh = (turned(t, 1e4, torch.arange(K // 2).double() / (K // 2 - 1), "interleaved") for t in (qh, kh)) if m.turn else (qh, kh)
             gamma = 1 - 2.0 ** (-5 - h // r)
             D = gamma ** (torch.arange(T)[:, None] - torch.arange(T)).double() * below
             y = (qh @ kh.T * D) @ vh / K**0.5

@@ -41,7 +41,7 @@ def by_hand(m: LowRank, x: torch.Tensor) -> torch.Tensor:
     q, k, v = m.qkv(x).view(len(x), -1, D).split([H, G, G], 1)
     if m.cfg.qk_norm:
         q, k = (t / (t.square().mean(-1, keepdim=True) + by.eps).sqrt() * by.weight for t, by in ((q, m.q_norm), (k, m.k_norm)))
-    q, k = (turned(t) if m.rope else t for t in (q, k))
+    q, k = (turned(t) if m.turn else t for t in (q, k))
     out = []
     for t in range(len(x)):
         heads = []

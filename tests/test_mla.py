@@ -32,7 +32,7 @@ def literal(m: MLA, x: torch.Tensor, pos: torch.Tensor) -> torch.Tensor:
         return x / (x.square().mean(-1, keepdim=True) + norm.eps).sqrt() * norm.weight
 
     def rope(x):                                            # (T, rot): pairs (i, i + rot/2) as complex numbers
-        if not m.rope:
+        if not m.turn:
             return x
         a, b = (x[:, 0::2], x[:, 1::2]) if m.cfg.rope_layout == "interleaved" else x.chunk(2, -1)
         turn = pos[:, None] * m.cfg.rope_theta ** (-torch.arange(0, m.rot, 2) / m.rot)

@@ -70,7 +70,7 @@ def by_hand(m: NSA, x: torch.Tensor) -> torch.Tensor:
 
     K = [[norm(row(m.compress_k, kc, g, i), m.cfg.qk_norm and m.row_norm) for i in range((T - l) // s + 1)] for g in range(G)]
     V = [[row(m.compress_v, vc, g, i) for i in range((T - l) // s + 1)] for g in range(G)]
-    qr, kw, ks = (turned(t) if m.rope else t for t in (q, kw, ks))
+    qr, kw, ks = (turned(t) if m.turn else t for t in (q, kw, ks))
     out = []
     for t in range(T):
         heads = []
