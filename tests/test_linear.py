@@ -62,7 +62,7 @@ def literal(word, m, x):
             y = (qh @ kh.T * below) @ vh
             y = y / z if m.normalize else y * K**-0.5 / ((y * K**-0.5).square().mean(1, keepdim=True) + m.cfg.norm_eps).sqrt()
         elif word.startswith("retention"):
-            qh, kh = (turned(t, 1e4, torch.arange(K // 2).double() / (K // 2 - 1), "interleaved") for t in (qh, kh)) if m.turn else (qh, kh)
+            qh, kh = (turned(t, 1e4, torch.arange(K // 2).double() / (K // 2 - 1), "interleaved") for t in (qh, kh)) if m.rope else (qh, kh)
             gamma = 1 - 2.0 ** (-5 - h // r)
             D = gamma ** (torch.arange(T)[:, None] - torch.arange(T)).double() * below
             y = (qh @ kh.T * D) @ vh / K**0.5
