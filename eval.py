@@ -34,18 +34,44 @@ class EvalConfig:
     """with the weights of the linear layers in 8 or 4 bits, as sample.py has them"""
     limit: int | None = None
     """so many windows at least, spread evenly over the split (None: all of it)"""
+    rope_scaling: str | None = None
+    """for contexts longer than it was trained on, e.g. "yarn(factor=4)"; see tools.extend (None: as the checkpoint says)"""
+    context_lengths: str | None = None
+    """instead: e.g. 256,512,1024, bits per byte at each, over the same tokens: windows one after another (strided) and overlapping by three
+    quarters (sliding); by position in the longest; and whether a pass key and a needle are found, by depth and length"""
+    trials: int = 4
+    """of finding, for each depth and length (0: none)"""
+    out: str = "out/context"
+    """folder of context.json and context.png"""
 
     def __post_init__(self) -> None:
         check_fields(self)
         check_range(self, "batch_size", above=0)
         check_range(self, "block_size", above=0)
         check_range(self, "limit", above=0)
+        check_range(self, "trials", least=0)
+        self.lengths()
         if self.kv_cache and self.quantize:
             raise ValueError("--kv_cache and --quantize are measured one at a time: leave one of them")
+        if self.context_lengths and (self.kv_cache or self.quantize or self.block_size):
+            raise ValueError("--context_lengths goes with none of --kv_cache, --quantize, --block_size")
+
+    def lengths(self) -> list[int]:
+        """context_lengths as numbers, in order."""
+        try:
+            found = sorted({int(n) for n in (self.context_lengths or "").split(",") if n.strip()})
+        except ValueError:
+            found = [0]
+        if found and found[0] < 2:
+            raise ValueError(f"context_lengths={self.context_lengths!r}: write lengths of at least 2 tokens, for example 256,512,1024")
+        return found
 
 
 if __name__ == "__main__":
     config = parse(EvalConfig)       # before torch is imported, so that --help and mistakes answer at once
+
+import json
+from pathlib import Path
 
 import torch
 import torch.nn.functional as F
@@ -55,6 +81,7 @@ from data.find import find
 from data.loader import FixedWindows
 from data.mixture import Mixture
 from data.shards import Split
+from engine import context
 from engine.checkpoint import find_step, load_model, read_config, read_progress
 from engine.device import autocast, keep_memory, pick_device, pick_dtype
 from ops.few_rows import BITS, for_generation
@@ -69,7 +96,7 @@ def evaluate(config: EvalConfig) -> dict[str, Any]:
     keep_memory()
     device = pick_device(config.device)
     step = find_step(config.checkpoint)
-    model, tokenizer = load_model(step, device)
+    model, tokenizer = load_model(step, device, rope_scaling=config.rope_scaling)
     if config.quantize:
         for_generation(model, BITS[config.quantize])
     trained = read_config(step)
@@ -102,8 +129,8 @@ def cache_cost(config: EvalConfig) -> dict[str, Any]:
     keep_memory()
     device = pick_device(config.device)
     step = find_step(config.checkpoint)
-    model, tokenizer = load_model(step, device, config.kv_cache)
-    whole, _ = load_model(step, device, "full")
+    model, tokenizer = load_model(step, device, config.kv_cache, config.rope_scaling)
+    whole, _ = load_model(step, device, "full", config.rope_scaling)
     trained = read_config(step)
     windows = cut(config, find(config.dataset or trained["dataset"]).split(config.split), model.cfg.block_size)
     lengths = torch.from_numpy(tokenizer.byte_lengths())
@@ -131,6 +158,27 @@ def cache_cost(config: EvalConfig) -> dict[str, Any]:
             "unit": "bits per byte" if size else "nats a token", "bytes": bytes_of(model), "full_bytes": bytes_of(whole)}
 
 
+@torch.no_grad()
+def by_context(config: EvalConfig) -> dict[str, Any]:
+    """Loss at each of context_lengths and by position, and what is found again, see engine/context.py."""
+    keep_memory()
+    device = pick_device(config.device)
+    step = find_step(config.checkpoint)
+    model, tokenizer = load_model(step, device, rope_scaling=config.rope_scaling)
+    trained = read_config(step)
+    split, dtype = find(config.dataset or trained["dataset"]).split(config.split), pick_dtype(config.dtype, device, model.cfg.n_embd)
+    found = context.measure(model, tokenizer, split, config.lengths(), config.trials, config.limit, config.batch_size, dtype)
+    return {"checkpoint": str(step), "rope_scaling": model.cfg.rope_scaling, "trained": trained["block_size"], **found}
+
+
+def show_context(r: dict[str, Any], name: str, out: Path) -> None:
+    print(f"{name}rope_scaling {r['rope_scaling']}, {r['tokens']:,} tokens\n{context.report(r)}")
+    out.mkdir(parents=True, exist_ok=True)
+    (out / "context.json").write_text(json.dumps(r, indent=1) + "\n", encoding="utf-8")
+    picture = context.draw({"": r}, out / "context.png")
+    print(f"{out / 'context.json'}, {picture or 'no picture: pip install matplotlib'}", file=sys.stderr)
+
+
 def show_cost(r: dict[str, Any], name: str) -> None:
     print(f"{name}kv_cache={r['kv_cache']}: {r['cost']:.4f} {r['unit']}, full {r['full']:.4f} ({r['cost'] / r['full'] - 1:+.2%}), over "
           f"{r['tokens']:,} tokens in the second halves of windows of {r['block_size']:,}; a row's state {r['bytes']:,} bytes, "
@@ -151,4 +199,9 @@ if __name__ == "__main__":
         where = {name: str(corpus.folder) for name, corpus in corpora.items()} or {"": str(config.dataset)}
         for name, folder in where.items():
             of, head = replace(config, checkpoint=str(step), dataset=folder), f"{name} " if len(where) > 1 else ""
-            show_cost(cache_cost(of), head) if config.kv_cache else show(evaluate(of), head)
+            if config.context_lengths:
+                show_context(by_context(of), head, Path(config.out, name if len(where) > 1 else ""))
+            elif config.kv_cache:
+                show_cost(cache_cost(of), head)
+            else:
+                show(evaluate(of), head)

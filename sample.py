@@ -37,6 +37,8 @@ class SampleConfig:
     kv_cache: str | None = None
     """what attention keeps: full, int8, int4, "streaming(sinks=4, window=252)", "h2o(budget=256)", "snapkv(budget=256)"; eval.py says
     what that costs (None: as the model was trained with, which is full)"""
+    rope_scaling: str | None = None
+    """for text longer than it was trained on, e.g. "yarn(factor=4)", see tools.extend (None: as the checkpoint says)"""
     temperature: float = 0.8
     """below 1 likelier, above 1 stranger, 0 always the likeliest token"""
     top_k: int | None = None
@@ -277,7 +279,7 @@ def main(config: SampleConfig) -> None:
     progress = read_progress(step)
     loss = "" if progress.val_loss is None else f", validation loss {progress.val_loss:.4f}"
     print(f"{step}: step {progress.iter}{loss}", file=sys.stderr)
-    model, tokenizer = load_model(step, device, config.kv_cache)
+    model, tokenizer = load_model(step, device, config.kv_cache, config.rope_scaling)
     model = model.to(getattr(torch, config.dtype))
     if told := prepare(model, config.quantize):
         print(told, file=sys.stderr)

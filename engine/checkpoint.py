@@ -11,9 +11,9 @@ import math
 import os
 import shutil
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from safetensors import SafetensorError
@@ -23,6 +23,9 @@ from config import GPTConfig, from_dict
 from data import tokenizer as tokenizers
 from data.tokenizer import Tokenizer
 from model import GPT
+from ops.rope import ROPE_SCALING, Unscaled, rope_scaling
+
+Config = TypeVar("Config", bound=GPTConfig)
 
 
 @dataclass
@@ -46,8 +49,10 @@ class Progress:
         return best
 
 
-def save(out_dir: Path, model: GPT, optimizer: torch.optim.Optimizer, config: GPTConfig, tokenizer: Tokenizer, progress: Progress) -> Path:
-    """Saves this step and lets go of those that are neither the last nor the best. OSError leaves the older ones as they were."""
+def save(out_dir: Path, model: GPT, optimizer: torch.optim.Optimizer | None, config: GPTConfig, tokenizer: Tokenizer,
+         progress: Progress) -> Path:
+    """Saves this step and lets go of those that are neither the last nor the best; without an optimizer nothing resumes from it. OSError
+    leaves the older ones as they were."""
     step = out_dir / f"step_{progress.iter:06d}"
     new = out_dir / f".{step.name}"
     try:
@@ -56,7 +61,8 @@ def save(out_dir: Path, model: GPT, optimizer: torch.optim.Optimizer, config: GP
         tied = {"head.weight"} if config.tie_embeddings else set()
         weights = {name: t.contiguous() for name, t in model.state_dict().items() if name not in tied}
         save_file(weights, new / "model.safetensors", {"format": "pt"})
-        save_file(optimizer_tensors(model, optimizer), new / "optimizer.safetensors", {"format": "pt"})
+        if optimizer:
+            save_file(optimizer_tensors(model, optimizer), new / "optimizer.safetensors", {"format": "pt"})
         write_json(new / "config.json", asdict(config))
         write_json(new / "progress.json", asdict(progress))
         tokenizers.save(tokenizer, new / "tokenizer.json")
@@ -170,10 +176,32 @@ def load_weights(model: GPT, step: Path) -> None:
         model.load_state_dict(tensors, strict=True)
 
 
-def load_model(path: str | Path | None = None, device: str | torch.device = "cpu", kv_cache: str | None = None) -> tuple[GPT, Tokenizer]:
-    """A checkpoint's model, ready for evaluation, and its tokenizer; `path` as in find_step, kv_cache instead of its own."""
+def longer(cfg: Config, scaling: str) -> Config:
+    """`cfg` for contexts `factor` times as long, by a scaling of RoPE such as yarn(factor=4); `original`, where it is left out, is its
+    block_size. ValueError where it has another already."""
+    if scaling == cfg.rope_scaling:
+        return cfg
+    if cfg.rope_scaling != "none":
+        raise ValueError(f"rope_scaling is {cfg.rope_scaling} in this checkpoint, not {scaling}: leave it out, or take the checkpoint that "
+                         "this one was extended from")
+    kind = ROPE_SCALING.get(scaling.partition("(")[0], Unscaled)
+    if "original" in {f.name for f in fields(kind)} and "original" not in scaling and scaling.endswith(")"):
+        scaling = f"{scaling[:-1]}, original={cfg.block_size})".replace("(, ", "(")
+    rule = rope_scaling(scaling)
+    if (original := getattr(rule, "original", cfg.block_size)) != cfg.block_size:
+        raise ValueError(f"rope_scaling: original={original} is not the context of {cfg.block_size} that this checkpoint was trained on: "
+                         "leave it out")
+    return replace(cfg, rope_scaling=scaling, block_size=math.ceil(cfg.block_size * getattr(rule, "factor", 1)))
+
+
+def load_model(path: str | Path | None = None, device: str | torch.device = "cpu", kv_cache: str | None = None,
+               rope_scaling: str | None = None) -> tuple[GPT, Tokenizer]:
+    """A checkpoint's model, ready for evaluation, and its tokenizer; `path` as in find_step, kv_cache instead of its own, and `longer` by
+    rope_scaling."""
     step = find_step(path)
     cfg = from_dict(GPTConfig, read_config(step))
+    if rope_scaling is not None:
+        cfg = longer(cfg, rope_scaling)
     model = GPT(cfg if kv_cache is None else replace(cfg, kv_cache=kv_cache))
     load_weights(model, step)
     return model.to(device).eval(), read_tokenizer(step)
