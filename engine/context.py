@@ -198,7 +198,8 @@ def report(r: dict[str, Any]) -> str:
 
 
 def draw(results: dict[str, dict[str, Any]], path: Path) -> Path | None:
-    """Loss by length and by position, a line a model, and what the last of them finds again. None without matplotlib."""
+    """Loss by length and by position, a line a model, dashed where its name says tuned, and what the last of them finds again. None without
+    matplotlib."""
     try:
         from matplotlib.figure import Figure
     except ModuleNotFoundError:
@@ -207,12 +208,14 @@ def draw(results: dict[str, dict[str, Any]], path: Path) -> Path | None:
     kinds = list(dict.fromkeys(cell["kind"] for cell in last["retrieval"]))
     fig = Figure(figsize=(6.5 * (2 + len(kinds)), 5), layout="constrained")
     axes = fig.subplots(1, 2 + len(kinds))
-    for i, (name, r) in enumerate(results.items()):
+    colors = list(dict.fromkeys(name.partition(",")[0] for name in results))
+    for name, r in results.items():
+        look = {"color": f"C{colors.index(name.partition(',')[0]) % 10}", "marker": "o", "linestyle": "--" if "," in name else "-"}
         at = [row["length"] for row in r["lengths"]]
-        axes[0].plot(at, [row["sliding"] for row in r["lengths"]], "o-", color=f"C{i % 10}", label=f"{name} sliding".strip())
-        axes[0].plot(at, [row["strided"] for row in r["lengths"]], "o:", color=f"C{i % 10}", label=f"{name} strided".strip())
-        ends, losses = [row["to"] + 1 for row in r["positions"]], [row["loss"] for row in r["positions"]]
-        axes[1].plot(ends, losses, "o-", color=f"C{i % 10}", label=name)
+        axes[0].plot(at, [row["strided"] for row in r["lengths"]], label=name or "strided", **look)
+        if len(results) == 1:
+            axes[0].plot(at, [row["sliding"] for row in r["lengths"]], label="sliding", **{**look, "color": "C1"})
+        axes[1].plot([row["to"] + 1 for row in r["positions"]], [row["loss"] for row in r["positions"]], label=name, **look)
     for ax, label in zip(axes, ("context", "position")):
         ax.set_xscale("log", base=2)
         ax.set(xlabel=f"{label}, tokens", ylabel=last["unit"])
