@@ -124,7 +124,7 @@ from data.tokenizer import Tokenizer
 from engine.checkpoint import find_step, load_model, read_progress
 from engine.device import pick_device
 from engine.generate import Batch, Drawn, Options, Text
-from engine.speculate import Draft, Guesser, Lookup
+from engine.speculate import Guesser, guesser
 from model import GPT
 from ops.few_rows import prepare
 
@@ -173,20 +173,6 @@ def started(config: SampleConfig, tokenizer: Tokenizer) -> tuple[Options, Callab
     options = Options(config.repetition_penalty, config.presence_penalty, config.frequency_penalty, biases(config), config.min_new_tokens,
                       config.temperature, config.top_k, config.top_p, config.min_p, config.max_new_tokens, eot, config.logprobs)
     return options, lambda: Text(tokenizer, [as_utf8(s) for s in config.stop], config.ignore_eot, config.min_new_tokens)
-
-
-def guesser(config: SampleConfig, device: torch.device, tokenizer: Tokenizer) -> Guesser | None:
-    """Who guesses ahead, if anybody does."""
-    if config.lookup:
-        return Lookup(config.ahead or 8)
-    if config.draft is None:
-        return None
-    model, its = load_model(config.draft, device)
-    if its.hash != tokenizer.hash:
-        raise ValueError(f"the draft {config.draft} has another tokenizer: train it on a corpus prepared with the same one")
-    model = model.to(getattr(torch, config.dtype))
-    prepare(model, config.quantize)
-    return Draft(model, config.ahead or 4)
 
 
 def session(config: SampleConfig, model: GPT, tokenizer: Tokenizer, speculate: Guesser | None) -> None:
@@ -288,7 +274,7 @@ def main(config: SampleConfig) -> None:
     for i, _ in biases(config):
         if not 0 <= i < tokenizer.vocab_size:
             raise ValueError(f"logit_bias: there is no token {i} in a vocabulary of {tokenizer.vocab_size}")
-    speculate = guesser(config, device, tokenizer)
+    speculate = guesser(config.draft, config.lookup, config.ahead, tokenizer, device, getattr(torch, config.dtype), config.quantize)
     if config.interactive:
         return session(config, model, tokenizer, speculate)
     prompts = [p for p in read_prompts(config) for _ in range(config.num_samples)]

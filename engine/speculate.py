@@ -11,7 +11,10 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from data.tokenizer import Tokenizer
+from engine.checkpoint import load_model
 from model import GPT, State
+from ops.few_rows import prepare
 
 if TYPE_CHECKING:
     from engine.generate import Row
@@ -161,3 +164,20 @@ def judged(row: Row, logits: Tensor, g: Guess, likely: Likely) -> list[int]:
             rest = (p - q).clamp(min=0)
             return [*ids, drawn(rest / rest.sum() if rest.sum() > 0 else p, row)]
     raise AssertionError
+
+
+def guesser(draft: str | None, lookup: bool, ahead: int | None, tokenizer: Tokenizer, device: torch.device, dtype: torch.dtype,
+            quantize: str | None) -> Guesser | None:
+    """Who guesses ahead, if anybody does: the checkpoint `draft`, or look-up. ValueError for both."""
+    if lookup and draft:
+        raise ValueError("give --draft or --lookup, one of them")
+    if lookup:
+        return Lookup(ahead or 8)
+    if draft is None:
+        return None
+    model, its = load_model(draft, device)
+    if its.hash != tokenizer.hash:
+        raise ValueError(f"the draft {draft} has another tokenizer: train it on a corpus prepared with the same one")
+    model = model.to(dtype)
+    prepare(model, quantize)
+    return Draft(model, ahead or 4)

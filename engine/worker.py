@@ -6,10 +6,8 @@ import threading
 from collections import deque
 from collections.abc import Callable
 
-from data.tokenizer import Tokenizer
 from engine.generate import Batch, Drawn, Options
 from engine.log import say
-from model import GPT
 
 Sink = Callable[[Drawn | Exception], object]
 
@@ -23,11 +21,12 @@ class Refused(Exception):
 
 
 class Worker(threading.Thread):
-    """The model, on all that was submitted at once. A sink gets what is drawn, or the exception that ended it."""
+    """A batch of all that was submitted. A sink gets what is drawn, or what ended it, after which `make` makes a new batch."""
 
-    def __init__(self, model: GPT, tokenizer: Tokenizer, rows: int, waiting: int):
+    def __init__(self, make: Callable[[], Batch], waiting: int):
         super().__init__(daemon=True)
-        self.batch, self.most = Batch(model, rows, tokenizer.vocab_size), rows + waiting
+        self.make, self.batch = make, make()
+        self.most = self.batch.width + waiting
         self.sinks: dict[int, Sink] = {}
         self.todo: deque[Callable[[], None]] = deque()
         self.wake, self.closing, self.busy, self.next_key = threading.Condition(), False, False, 0
@@ -74,7 +73,7 @@ class Worker(threading.Thread):
                 drawn = self.batch.step()
             except Exception as e:      # for example no memory: these requests fail, later ones are served
                 say(f"serve: {type(e).__name__}: {e}")
-                self.batch = Batch(self.batch.model, self.batch.width, self.batch.vocab_size)
+                self.batch = self.make()
                 self.fail(Refused(500, f"{type(e).__name__}: {e}"))
                 drawn = []
             self.busy = bool(drawn)

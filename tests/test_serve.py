@@ -16,6 +16,7 @@ from conftest import ROOT, needs_loopback, tiny
 
 from data.tokenizer import Bytes
 from engine.generate import Batch, Options
+from engine.speculate import Draft, Lookup
 
 pytest.importorskip("starlette")
 uvicorn = pytest.importorskip("uvicorn")
@@ -31,8 +32,10 @@ def model():
 
 
 @contextlib.contextmanager
-def served(rows=4, waiting=50):
-    config = uvicorn.Config(app(model(), TOKENIZER, "tiny", rows, waiting), port=0, log_level="error", timeout_graceful_shutdown=2)
+def served(rows=4, waiting=50, **how):
+    its = model()
+    make = lambda: Batch(its, rows, TOKENIZER.vocab_size, **how)
+    config = uvicorn.Config(app(make, TOKENIZER, "tiny", waiting), port=0, log_level="error", timeout_graceful_shutdown=2)
     server = uvicorn.Server(config)
     thread = threading.Thread(target=server.run)
     thread.start()
@@ -64,6 +67,22 @@ def sampled(prompt, seed=0, **options):
 
 def text(drawn):
     return b"".join(TOKENIZER.token_bytes(d.id) for d in drawn).decode("utf-8", "replace")
+
+
+@pytest.mark.parametrize("guesser", [Lookup(3), Draft(model(), 2)], ids=["lookup", "draft"])
+def test_guesses_change_no_text_also_after_what_went_wrong(guesser):
+    """The model breaks once in the middle; the draft has read along, and must forget it."""
+    with served(rows=2, speculate=guesser) as client:
+        ask = lambda prompt, n: client.completions.create(model="tiny", prompt=prompt, max_tokens=n, temperature=0)
+        for prompt in ("hello", "to be or not to be or not"):
+            assert ask(prompt, 20).choices[0].text == text(sampled(prompt, temperature=0.0, max_new_tokens=20))
+        keep, guesser.guess = guesser.guess, lambda *a: 1 / 0
+        with pytest.raises(openai.InternalServerError):
+            ask("hello", 20)
+        guesser.guess = keep
+        got = ask(["one", "a longer one", "two"], 25)
+        for choice, prompt in zip(got.choices, ["one", "a longer one", "two"]):
+            assert choice.text == text(sampled(prompt, temperature=0.0, max_new_tokens=25))
 
 
 def test_what_is_served_is_what_is_sampled(client):

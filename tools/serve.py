@@ -35,6 +35,14 @@ class ServeConfig:
     """weights of the linear layers in 8 or 4 bits"""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """of the weights and of the cache"""
+    rope_scaling: str | None = None
+    """for texts longer than it was trained on, as sample.py has it"""
+    draft: str | None = None
+    """a smaller run of the same tokenizer that guesses tokens ahead"""
+    lookup: bool = False
+    """guess what followed the last few tokens when they came before"""
+    compile: bool = False
+    """torch.compile the step of one token"""
 
     def __post_init__(self) -> None:
         check_fields(self)
@@ -51,7 +59,7 @@ import contextlib
 import json
 import time
 import uuid
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 
 import torch
 
@@ -59,8 +67,9 @@ from data.tokenizer import Tokenizer
 from engine.checkpoint import find_step, load_model
 from engine.completion import Completion, Writing, together
 from engine.device import pick_device
+from engine.generate import Batch
+from engine.speculate import guesser
 from engine.worker import Refused, Worker
-from model import GPT
 from ops.few_rows import prepare
 
 MOST = 10_000_000      # bytes of a request
@@ -90,13 +99,13 @@ async def read(request) -> Completion:
         raise Refused(400, str(e) or "the body is nested too deeply") from None
 
 
-def app(model: GPT, tokenizer: Tokenizer, name: str, rows: int, waiting: int):
-    """The ASGI application."""
+def app(make: Callable[[], Batch], tokenizer: Tokenizer, name: str, waiting: int):
+    """The ASGI application. make: an empty batch, now and after what went wrong."""
     from starlette.applications import Starlette
     from starlette.requests import ClientDisconnect, Request
     from starlette.responses import JSONResponse, Response, StreamingResponse
     from starlette.routing import Route
-    worker = Worker(model, tokenizer, rows, waiting)
+    worker = Worker(make, waiting)
 
     class Stream(StreamingResponse):
         """Its rows are free again once it is over, also where the reader has gone before it began."""
@@ -114,7 +123,7 @@ def app(model: GPT, tokenizer: Tokenizer, name: str, rows: int, waiting: int):
     async def completions(request: Request) -> Response:
         try:
             asked = await read(request)
-            writing = Writing(asked, worker, tokenizer, model.cfg.block_size)
+            writing = Writing(asked, worker, tokenizer, worker.batch.context)
         except ClientDisconnect:
             return Response(status_code=499)
         except (Refused, ValueError) as e:
@@ -174,12 +183,13 @@ def main(config: ServeConfig) -> None:
         import uvicorn
     except ModuleNotFoundError:
         raise ValueError("the server needs two packages more: pip install starlette uvicorn") from None
-    step = find_step(config.checkpoint)
-    model, tokenizer = load_model(step, pick_device(config.device), config.kv_cache)
-    model = model.to(getattr(torch, config.dtype)).eval()
+    step, device, dtype = find_step(config.checkpoint), pick_device(config.device), getattr(torch, config.dtype)
+    model, tokenizer = load_model(step, device, config.kv_cache, config.rope_scaling)
+    model = model.to(dtype).eval()
     prepare(model, config.quantize)
-    name = step.parent.name
-    uvicorn.run(app(model, tokenizer, name, config.rows, config.waiting), host=config.host, port=config.port, log_level="info",
+    ahead = guesser(config.draft, config.lookup, None, tokenizer, device, dtype, config.quantize)
+    make = lambda: Batch(model, config.rows, tokenizer.vocab_size, speculate=ahead, compile=config.compile)
+    uvicorn.run(app(make, tokenizer, step.parent.name, config.waiting), host=config.host, port=config.port, log_level="info",
                 timeout_graceful_shutdown=5)
 
 
