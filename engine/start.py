@@ -51,13 +51,16 @@ def agree(config: TrainConfig, step: Path, corpus: Mixture) -> TrainConfig:
     saved = read_config(step)
     resuming = config.init_from in ("resume", "auto")
     for f in fields(GPTConfig):
-        old, new = saved.get(f.name, getattr(config, f.name)), getattr(config, f.name)
+        old, new = saved.get(f.name, f.default), getattr(config, f.name)      # an older version has no other
         if f.name in FREE or old == new:
             continue
         if f.name == "block_size" and not resuming and new < old and saved["position"] != "learned":
             continue
         if resuming:
             raise ValueError(f"{f.name} is {old!r} in {step}, not {new!r}: give that run's preset and flags, or start from scratch")
+        if f.name == "rope_scaling":
+            raise ValueError(f"rope_scaling is {old!r} in {step}, not {new!r}: python -m tools.extend writes a checkpoint that has it, to "
+                             "start from")
         print(f"{f.name}={old!r}, as in {step} (not {new!r})", file=sys.stderr)
         config = replace(config, **{f.name: old})
     return config

@@ -235,6 +235,9 @@ def test_flags_and_their_conflicts(run, tmp_path):
     r = command("train.py", "--init_from=resume", "--dataset", read_config(find_step(run))["dataset"], "--out_dir", run, "--block_size=32", "--n_layer=2",
                 "--n_head=2", "--n_embd=32", "--rope_scaling=linear(factor=2)", "--max_iters=40", "--device=cpu")
     assert r.returncode == 2 and "rope_scaling is 'none' in" in r.stderr
+    r = command("train.py", "--init_from", run, "--dataset", read_config(find_step(run))["dataset"], "--out_dir", tmp_path / "z",
+                "--rope_scaling=linear(factor=2)", "--device=cpu")
+    assert r.returncode == 2 and "python -m tools.extend writes a checkpoint" in r.stderr and not (tmp_path / "z").exists()
 
 
 def test_fine_tuning_trains_at_the_longer_length(run, tmp_path):

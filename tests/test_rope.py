@@ -64,3 +64,22 @@ def test_alibi_slopes():
     assert alibi_slopes(8) == [2.0**-h for h in range(1, 9)]
     assert alibi_slopes(3) == [2**-4, 2**-8, 2**-2]
     assert len(alibi_slopes(12)) == 12 and alibi_slopes(12)[:8] == alibi_slopes(8)
+
+
+@pytest.mark.parametrize("layout", ["half", "interleaved"])
+def test_rotation_is_transformers(layout):
+    """Llama's is the half layout, Cohere's the interleaved one; theirs has angles in float32."""
+    transformers = pytest.importorskip("transformers")
+    if layout == "half":
+        from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding as Rotary
+        from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
+        cfg = transformers.LlamaConfig(hidden_size=64, num_attention_heads=2)
+    else:
+        from transformers.models.cohere.modeling_cohere import CohereRotaryEmbedding as Rotary
+        from transformers.models.cohere.modeling_cohere import apply_rotary_pos_emb
+        cfg = transformers.CohereConfig(hidden_size=64, num_attention_heads=2, rope_parameters=dict(rope_type="default", rope_theta=1e4))
+    q, k = (torch.randn(3, 2, 50, 32, generator=torch.Generator().manual_seed(s)) for s in (0, 1))
+    pos = torch.stack([torch.arange(50), torch.arange(50) + 7, torch.arange(50).flip(0)])
+    want = apply_rotary_pos_emb(q, k, *Rotary(cfg)(q, pos))
+    for t, w in zip((q, k), want):
+        torch.testing.assert_close(rotate(t, *angles(pos, inverse_frequencies(32)), layout), w, rtol=1e-5, atol=1e-5)
