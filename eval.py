@@ -33,12 +33,13 @@ class EvalConfig:
     quantize: Literal["int8", "int4"] | None = None
     """with the weights of the linear layers in 8 or 4 bits, as sample.py has them"""
     limit: int | None = None
-    """so many windows at least, spread evenly over the split (None: all of it)"""
+    """so many windows at least, spread evenly over the split (None: all of it; with --context_lengths 16 of the longest)"""
     rope_scaling: str | None = None
     """for contexts longer than it was trained on, e.g. "yarn(factor=4)"; see tools.extend (None: as the checkpoint says)"""
     context_lengths: str | None = None
     """instead: e.g. 256,512,1024, bits per byte at each, over the same tokens: windows one after another (strided) and overlapping by three
-    quarters (sliding); by position in the longest; and whether a pass key and a needle are found, by depth and length"""
+    quarters (sliding); by position in the longest; and whether a pass key and a needle are found, by depth and length. Texts of the corpus
+    follow one another as one"""
     trials: int = 4
     """of finding, for each depth and length (0: none)"""
     out: str = "out/context"
@@ -62,7 +63,7 @@ class EvalConfig:
             found = sorted({int(n) for n in (self.context_lengths or "").split(",") if n.strip()})
         except ValueError:
             found = [0]
-        if found and found[0] < 2:
+        if self.context_lengths is not None and (not found or found[0] < 2):
             raise ValueError(f"context_lengths={self.context_lengths!r}: write lengths of at least 2 tokens, for example 256,512,1024")
         return found
 
@@ -80,7 +81,8 @@ from tqdm import tqdm
 from data.find import find
 from data.loader import FixedWindows
 from data.mixture import Mixture
-from data.shards import Split
+from data.shards import Corpus, Split
+from data.tokenizer import Tokenizer
 from engine import context
 from engine.checkpoint import find_step, load_model, read_config, read_progress
 from engine.device import autocast, keep_memory, pick_device, pick_dtype
@@ -100,9 +102,7 @@ def evaluate(config: EvalConfig) -> dict[str, Any]:
     if config.quantize:
         for_generation(model, BITS[config.quantize])
     trained = read_config(step)
-    corpus = find(config.dataset or trained["dataset"])
-    if corpus.tokenizer.hash != tokenizer.hash:
-        raise ValueError(f"{corpus.folder} has another tokenizer than {step}: prepare it with the same one")
+    corpus = same_tokenizer(find(config.dataset or trained["dataset"]), tokenizer, step)
     windows = cut(config, corpus.split(config.split), model.cfg.block_size)
     lengths = torch.from_numpy(tokenizer.byte_lengths())
     dtype = pick_dtype(config.dtype, device, model.cfg.n_embd)
@@ -116,6 +116,12 @@ def evaluate(config: EvalConfig) -> dict[str, Any]:
     return {"checkpoint": str(step), "step": read_progress(step).iter, "split": config.split, "loss": nats / tokens,
             "bits_per_byte": nats / math.log(2) / size if size else None, "tokens": tokens, "bytes": size,
             "unit": "character" if tokenizer.kind == "char" else "token"}
+
+
+def same_tokenizer(corpus: Corpus, tokenizer: Tokenizer, step: Path) -> Corpus:
+    if corpus.tokenizer.hash != tokenizer.hash:
+        raise ValueError(f"{corpus.folder} has another tokenizer than {step}: prepare it with the same one")
+    return corpus
 
 
 def cut(config: EvalConfig, split: Split, block_size: int) -> FixedWindows:
@@ -132,7 +138,8 @@ def cache_cost(config: EvalConfig) -> dict[str, Any]:
     model, tokenizer = load_model(step, device, config.kv_cache, config.rope_scaling)
     whole, _ = load_model(step, device, "full", config.rope_scaling)
     trained = read_config(step)
-    windows = cut(config, find(config.dataset or trained["dataset"]).split(config.split), model.cfg.block_size)
+    corpus = same_tokenizer(find(config.dataset or trained["dataset"]), tokenizer, step)
+    windows = cut(config, corpus.split(config.split), model.cfg.block_size)
     lengths = torch.from_numpy(tokenizer.byte_lengths())
     dtype = pick_dtype(config.dtype, device, model.cfg.n_embd)
     nats, exact, tokens, size, T = 0.0, 0.0, 0, 0, windows.block_size
@@ -142,6 +149,8 @@ def cache_cost(config: EvalConfig) -> dict[str, Any]:
         x, y = x.to(device), y.to(device)
         pos = document_positions(x, tokenizer.eot) if trained.get("documents") and tokenizer.eot is not None else None
         state, late = model.init_state(len(x), T, dtype=dtype), y[:, T // 2:]
+        if pos is not None:
+            state.reach.copy_(pos.amax(1) + 1)       # what `whole` chooses its frequencies by
         with autocast(device, dtype):
             out, a = [], 0
             for n in [T // 2] + [1] * (T - T // 2):
@@ -164,11 +173,12 @@ def by_context(config: EvalConfig) -> dict[str, Any]:
     keep_memory()
     device = pick_device(config.device)
     step = find_step(config.checkpoint)
-    model, tokenizer = load_model(step, device, rope_scaling=config.rope_scaling)
-    trained = read_config(step)
-    split, dtype = find(config.dataset or trained["dataset"]).split(config.split), pick_dtype(config.dtype, device, model.cfg.n_embd)
-    found = context.measure(model, tokenizer, split, config.lengths(), config.trials, config.limit, config.batch_size, dtype)
-    return {"checkpoint": str(step), "rope_scaling": model.cfg.rope_scaling, "trained": trained["block_size"], **found}
+    model, tokenizer = load_model(step, device, "full", config.rope_scaling)
+    corpus = same_tokenizer(find(config.dataset or read_config(step)["dataset"]), tokenizer, step)
+    dtype = pick_dtype(config.dtype, device, model.cfg.n_embd)
+    found = context.measure(model, tokenizer, corpus.split(config.split), config.lengths(), config.trials, config.limit or 16,
+                            config.batch_size, dtype)
+    return {"checkpoint": str(step), "rope_scaling": model.cfg.rope_scaling, "block_size": model.cfg.block_size, **found}
 
 
 def show_context(r: dict[str, Any], name: str, out: Path) -> None:
@@ -200,7 +210,7 @@ if __name__ == "__main__":
         for name, folder in where.items():
             of, head = replace(config, checkpoint=str(step), dataset=folder), f"{name} " if len(where) > 1 else ""
             if config.context_lengths:
-                show_context(by_context(of), head, Path(config.out, name if len(where) > 1 else ""))
+                show_context(by_context(of), head, Path(config.out, Path(name).name if len(where) > 1 else ""))
             elif config.kv_cache:
                 show_cost(cache_cost(of), head)
             else:

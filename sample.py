@@ -274,7 +274,7 @@ def main(config: SampleConfig) -> None:
     for i, _ in biases(config):
         if not 0 <= i < tokenizer.vocab_size:
             raise ValueError(f"logit_bias: there is no token {i} in a vocabulary of {tokenizer.vocab_size}")
-    speculate = guesser(config.draft, config.lookup, config.ahead, tokenizer, device, getattr(torch, config.dtype), config.quantize)
+    speculate = guesser(config.draft, config.lookup, config.ahead, model, tokenizer, config.quantize, config.rope_scaling)
     if config.interactive:
         return session(config, model, tokenizer, speculate)
     prompts = [p for p in read_prompts(config) for _ in range(config.num_samples)]

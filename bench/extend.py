@@ -1,4 +1,4 @@
-"""A model taken to longer contexts in every way of tools.extend, without and with a short fine-tune, measured alike: bits per byte by
+"""A model taken to longer contexts in the ways of tools.extend, without and with a short fine-tune, measured alike: bits per byte by
 context length and by position, passkey and needle. `python -m bench.extend --checkpoint out/python256`"""
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ class ExtendBench:
     checkpoint: str | None = None
     """a run's folder, one of its steps, or a folder of runs (None: the newest run under out/)"""
     methods: Repeated[str] = ()
-    """which (none: all): none, linear, ntk, dynamic, yarn, longrope (searched), llama3"""
+    """which, of none, linear, ntk, dynamic, yarn, longrope (searched), llama3 (none given: all but dynamic and llama3)"""
     factor: float = 4.0
     """times the context that it was trained on"""
     finetune_share: float = 0.01
@@ -57,8 +57,8 @@ if __name__ == "__main__":
     config = parse(ExtendBench)       # before torch is imported, so that --help and mistakes answer at once
 
 from config import TrainConfig, from_dict
-from data.find import find
-from engine.checkpoint import find_step, load_model, read_config, read_progress
+from data.mixture import Mixture
+from engine.checkpoint import find_step, load_model, read_config, read_progress, times
 from engine.context import draw, measure
 from engine.device import keep_memory, pick_device, pick_dtype
 from tools import extend
@@ -66,15 +66,19 @@ from tools import extend
 
 def extended(config: ExtendBench, method: str, tokens: int, step: Path) -> Path:
     """The step folder of the checkpoint for longer contexts; made once."""
-    out, how = Path(config.out, named(config, method, tokens)), extend.ExtendConfig(finetune_tokens=tokens, device=config.device)
-    if (out / "latest").is_file():
+    out, searched = Path(config.out, named(config, method, tokens)), method == "longrope"
+    how = extend.ExtendConfig(checkpoint=str(step), method="linear" if method == "none" else method, factor=config.factor,  # type: ignore[arg-type]
+                              finetune_tokens=tokens, search=searched, out_dir=str(out), device=config.device)
+    if searched:
+        how = replace(how, population=config.population, iterations=config.iterations)
+    if (out / "latest").is_file() and json.loads((out / "extend.json").read_text(encoding="utf-8")) == extend.record(how, step):
         return find_step(out)
     if method == "none":               # longer rows alone
         run = from_dict(TrainConfig, read_config(step))
-        wide = replace(run, block_size=round(run.block_size * config.factor))
+        wide = replace(run, block_size=times(run.block_size, config.factor))
+        extend.begin(out, how, step)
         return extend.write(extend.tuned(how, run, wide, step, out), out, wide)
-    return extend.main(replace(how, checkpoint=str(step), method=method, factor=config.factor, search=method == "longrope",  # type: ignore[arg-type]
-                               population=config.population, iterations=config.iterations, out_dir=str(out)))
+    return extend.main(how)
 
 
 def named(config: ExtendBench, method: str, tokens: int) -> str:
@@ -86,14 +90,16 @@ def main(config: ExtendBench) -> dict[str, Any]:
     device, step = pick_device(config.device), find_step(config.checkpoint)
     run, trained = read_config(step), read_progress(step).tokens
     lengths = sorted(config.lengths) or [run["block_size"] << i for i in range(5)]
-    split, out = find(run["dataset"]).split("val"), Path(config.out)
+    corpus, *_ = Mixture(run["dataset"]).corpora.values()
+    split, out = corpus.split("val"), Path(config.out)
     result: dict[str, Any] = {"settings": asdict(config), "trained": run["block_size"], "tokens": trained, "models": {}}
     for tokens in (0, max(1, round(config.finetune_share * trained))):
         for method in config.methods or METHODS:
             place = step if method == "none" and not tokens else extended(config, method, tokens, step)
             model, tokenizer = load_model(place, device)
             memo = out / f"{named(config, method, tokens)}.json"
-            asked = {"lengths": lengths, "limit": config.limit, "trials": config.trials, "step": str(place)}
+            asked = {"lengths": lengths, "limit": config.limit, "trials": config.trials, "step": str(place),
+                     "saved": (place / "model.safetensors").stat().st_mtime}
             found = json.loads(memo.read_text(encoding="utf-8")) if memo.is_file() else {}
             if found.get("asked") != asked:
                 dtype = pick_dtype("float32", device, model.cfg.n_embd)

@@ -62,7 +62,8 @@ def options(call: ast.Call, cls: type, name: str) -> Any:
             given[keyword.arg] = ast.literal_eval(keyword.value)
         except (ValueError, TypeError):
             said = f"{word}({ast.unparse(keyword)})"
-            raise ValueError(f"{name}: {said}: an option's value is a number, a string, True, False or None") from None
+            raise ValueError(f"{name}: {said}: an option's value is a number, a string, True, False, None, or several of them "
+                             "in brackets") from None
     if lacking := [f.name for f in fields(cls) if f.default is MISSING and f.name not in given]:
         raise ValueError(f"{name}: {ast.unparse(call)} lacks {' and '.join(f'{n}=' for n in lacking)}")
     try:

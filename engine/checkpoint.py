@@ -107,6 +107,8 @@ def optimizer_tensors(model: GPT, optimizer: torch.optim.Optimizer) -> dict[str,
 
 def load_optimizer(step: Path, model: GPT, optimizer: torch.optim.Optimizer) -> None:
     """The inverse, strictly: every parameter has its moments and its step."""
+    if not (step / "optimizer.safetensors").exists():
+        raise ValueError(f"{step} has no optimizer to go on with: start from it, with --init_from={step} and another --out_dir")
     with damage_is_one_line(step):
         tensors = load_file(step / "optimizer.safetensors")
         named = {p: name for name, p in model.named_parameters()}
@@ -184,6 +186,7 @@ def longer(cfg: Config, scaling: str) -> Config:
     if cfg.rope_scaling != "none":
         raise ValueError(f"rope_scaling is {cfg.rope_scaling} in this checkpoint, not {scaling}: leave it out, or take the checkpoint that "
                          "this one was extended from")
+    scaling = scaling if "(" in scaling else f"{scaling}()"
     kind = ROPE_SCALING.get(scaling.partition("(")[0], Unscaled)
     if "original" in {f.name for f in fields(kind)} and "original" not in scaling and scaling.endswith(")"):
         scaling = f"{scaling[:-1]}, original={cfg.block_size})".replace("(, ", "(")
@@ -191,7 +194,12 @@ def longer(cfg: Config, scaling: str) -> Config:
     if (original := getattr(rule, "original", cfg.block_size)) != cfg.block_size:
         raise ValueError(f"rope_scaling: original={original} is not the context of {cfg.block_size} that this checkpoint was trained on: "
                          "leave it out")
-    return replace(cfg, rope_scaling=scaling, block_size=math.ceil(cfg.block_size * getattr(rule, "factor", 1)))
+    return replace(cfg, rope_scaling=scaling, block_size=times(cfg.block_size, getattr(rule, "factor", 1)))
+
+
+def times(block_size: int, factor: float) -> int:
+    """Rounded up, but not for what floats add: 100 times 1.1 is 110."""
+    return math.ceil(round(block_size * factor, 6))
 
 
 def load_model(path: str | Path | None = None, device: str | torch.device = "cpu", kv_cache: str | None = None,

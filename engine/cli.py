@@ -77,7 +77,7 @@ def require_torch() -> None:
 def parse(cls: type[T], argv: list[str] | None = None, prog: str | None = None, presets: bool = False) -> T:
     """Defaults, then presets (where the script takes them), then flags. A mistake is one line and exit status 2.
 
-    Where the config has an `out_dir` that nothing sets, it becomes out/<the last preset's name>.
+    Where it takes presets and has an `out_dir` that nothing sets, that becomes out/<the last preset's name>.
     """
     for stream in (sys.stdout, sys.stderr):    # a path or a text that the locale cannot show must not end a run
         if isinstance(stream, io.TextIOWrapper):
@@ -97,7 +97,7 @@ def parse(cls: type[T], argv: list[str] | None = None, prog: str | None = None, 
         for word in words:
             settings |= read_preset(word, hints)
         config = run_tyro(cls, flags, f"{prog} [PRESET ...]" if presets else prog, cls(**settings))
-    if "out_dir" in hints and getattr(config, "out_dir") is None:  # noqa: B009 - cls is any dataclass
+    if presets and "out_dir" in hints and getattr(config, "out_dir") is None:  # noqa: B009 - cls is any dataclass
         config.out_dir = f"out/{Path(words[-1]).stem if words else 'default'}"  # type: ignore[attr-defined]
     return config
 

@@ -33,13 +33,13 @@ class Window(NamedTuple):
     first: int
 
 
-def documents(split: Split, length: int, limit: int | None = None) -> Tensor:
-    """(N, length + 1) ids: stretches of the split, one text behind the other, spread evenly over it if only so many are asked for."""
+def documents(split: Split, length: int, limit: int) -> Tensor:
+    """(N, length + 1) ids: `limit` stretches of the split at most, one text behind the other, spread evenly over it."""
     n = (len(split) - 1) // length
     if not n:
         raise ValueError(f"the split {split.name!r} in {split.folder} has {len(split):,} tokens, and a context of {length:,} needs one "
                          "more than that")
-    chosen = range(n) if limit is None else [i * n // min(limit, n) for i in range(min(limit, n))]
+    chosen = [i * n // min(limit, n) for i in range(min(limit, n))]
     return torch.from_numpy(np.stack([split.read(i * length, length + 1) for i in chosen]))
 
 
@@ -115,12 +115,14 @@ def asked(kind: str, tokenizer: Tokenizer, text: list[int], length: int, depth: 
     """ids, `length` of them, that hold a fact at this depth (0: at the front) and end in the question and its answer; and how many of the
     last are the answer. ValueError where that does not fit."""
     fact, question, answer, filler = KINDS[kind](tokenizer, random.Random(f"{kind} {depth} {seed}"))
+    if tokenizer.kind == "ids":
+        raise ValueError(f"{kind} is text, and this vocabulary is ids alone")
     if missing := tokenizer.unknown(fact + question + answer + (filler or "")):
         raise ValueError(f"the vocabulary lacks {' '.join(map(repr, missing))}, which {kind} needs")
     front, back, end = (tokenizer.encode(t) for t in (fact, question, answer))
     room = length - len(front) - len(back) - len(end)
     if room < 0:
-        raise ValueError(f"{kind} takes {length - room} tokens, and the context is {length}: measure longer ones, or set --trials=0")
+        raise ValueError(f"{kind} takes {length - room} tokens, and the context is {length}")
     around = text if filler is None else tokenizer.encode(filler)
     around = (around * (room // len(around) + 1))[:room]
     at = round(depth * room)
@@ -139,31 +141,46 @@ def found(model: GPT, ids: list[int], n: int, dtype: torch.dtype) -> tuple[bool,
     return bool((p.argmax(-1) == x[0, -n:]).all()), float(p[range(n), x[0, -n:]].mean())
 
 
-def retrieval(model: GPT, tokenizer: Tokenizer, text: list[int], lengths: Iterable[int], trials: int, dtype: torch.dtype,
-              note: Callable[[int], Any] = lambda n: None) -> Iterator[dict[str, Any]]:
-    """A cell a kind, length and depth: {"kind", "length", "depth", "accuracy", "probability"}."""
+def possible(tokenizer: Tokenizer, text: list[int], lengths: Iterable[int], trials: int) -> tuple[list[tuple[str, int]], list[str]]:
+    """What can be asked at which length, and why what cannot."""
+    can, cannot = list[tuple[str, int]](), dict[str, str]()
     for kind in KINDS:
         for length in lengths:
-            for depth in DEPTHS:
-                hits = [found(model, *asked(kind, tokenizer, text, length, depth, seed), dtype) for seed in range(trials)]
-                note(length * trials)
-                yield {"kind": kind, "length": length, "depth": depth, "accuracy": sum(hit for hit, _ in hits) / trials,
-                       "probability": sum(p for _, p in hits) / trials}
+            try:
+                for seed in range(trials):
+                    for depth in DEPTHS:
+                        asked(kind, tokenizer, text, length, depth, seed)
+                can.append((kind, length))
+            except ValueError as e:
+                cannot[kind] = str(e)
+    return can, list(cannot.values()) if trials else []
 
 
-def measure(model: GPT, tokenizer: Tokenizer, split: Split, lengths: list[int], trials: int, limit: int | None = None, rows: int = 16,
+def retrieval(model: GPT, tokenizer: Tokenizer, text: list[int], what: Iterable[tuple[str, int]], trials: int, dtype: torch.dtype,
+              note: Callable[[int], Any] = lambda n: None) -> Iterator[dict[str, Any]]:
+    """A cell a kind, length and depth: {"kind", "length", "depth", "accuracy", "probability"}."""
+    for kind, length in what:
+        for depth in DEPTHS:
+            hits = [found(model, *asked(kind, tokenizer, text, length, depth, seed), dtype) for seed in range(trials)]
+            note(length * trials)
+            yield {"kind": kind, "length": length, "depth": depth, "accuracy": sum(hit for hit, _ in hits) / trials,
+                   "probability": sum(p for _, p in hits) / trials}
+
+
+def measure(model: GPT, tokenizer: Tokenizer, split: Split, lengths: list[int], trials: int, limit: int = 16, rows: int = 16,
             dtype: torch.dtype = torch.float32) -> dict[str, Any]:
     """{"unit", "tokens", "lengths" (a dict a length: loss strided, sliding), "positions" (a dict a range of them in the longest),
-    "retrieval" (see there)}, over the same tokens for all lengths: whole documents of the longest."""
+    "retrieval" (see there), "notes" (what was not measured)}, over the same tokens for all lengths: `limit` documents of the longest."""
     text = documents(split, M := lengths[-1], limit)
+    what, notes = possible(tokenizer, text[0].tolist(), lengths, trials)
     nbytes = torch.from_numpy(tokenizer.byte_lengths())[text[:, 1:]]
     strides = {"strided": lambda n: n, "sliding": lambda n: n if n == M else -(-n // 4)}
     plans = {(n, kind): windows(len(text), M, n, stride(n)) for n in lengths for kind, stride in strides.items()}
     del plans[M, "sliding"]                          # the same as strided
-    total = sum(w.end - w.begin for plan in plans.values() for w in plan) + len(KINDS) * len(DEPTHS) * trials * sum(lengths)
+    total = sum(w.end - w.begin for plan in plans.values() for w in plan) + len(DEPTHS) * trials * sum(n for _, n in what)
     with tqdm(total=total, unit="token", unit_scale=True, disable=None, leave=False) as bar:
         costs = {key: scored(model, text, plan, rows, dtype, bar.update) for key, plan in plans.items()}
-        cells = list(retrieval(model, tokenizer, text[0].tolist(), lengths, trials, dtype, bar.update)) if trials else []
+        cells = list(retrieval(model, tokenizer, text[0].tolist(), what, trials, dtype, bar.update)) if trials else []
     costs[M, "sliding"] = costs[M, "strided"]
 
     def loss(n: int, kind: str, a: int = 0, b: int = M) -> float:
@@ -172,7 +189,8 @@ def measure(model: GPT, tokenizer: Tokenizer, split: Split, lengths: list[int], 
 
     return {"unit": "bits per byte" if nbytes.sum() else "nats a token", "tokens": nbytes.numel(),
             "lengths": [{"length": n, **{kind: loss(n, kind) for kind in strides}} for n in lengths],
-            "positions": [{"from": a, "to": b - 1, "loss": loss(M, "strided", a, b)} for a, b in buckets(M)], "retrieval": cells}
+            "positions": [{"from": a, "to": b - 1, "loss": loss(M, "strided", a, b)} for a, b in buckets(M)],
+            "retrieval": cells, "notes": notes}
 
 
 # what is shown
@@ -194,7 +212,7 @@ def report(r: dict[str, Any]) -> str:
         for length in dict.fromkeys(cell["length"] for cell in cells):
             row = [cell for cell in cells if cell["length"] == length]
             lines.append(f"{length:>28,}  " + "  ".join(f"{c['accuracy']:>6.0%} ({c['probability']:.2f})" for c in row))
-    return "\n".join(lines)
+    return "\n".join([*lines, *([""] if r["notes"] else []), *r["notes"]])
 
 
 def draw(results: dict[str, dict[str, Any]], path: Path) -> Path | None:

@@ -7,7 +7,7 @@ import json
 import math
 import os
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -78,13 +78,13 @@ def known(D: int, theta: float, original: int, factor: float) -> list[Factors]:
     return [Factors(0, tuple(round(float(f), DIGITS) for f in divisors)) for divisors in (yarn, torch.full_like(w, factor), ntk)]
 
 
-def mutant(parent: Factors, most: float, original: int, draw: random.Random, chance: float) -> Factors:
+def mutant(parent: Factors, most: float, starts: Sequence[int], draw: random.Random, chance: float) -> Factors:
     """Each number, perhaps, anew between its neighbours, so that the order stays."""
     f = [1.0, *parent.divisors, most]
     for i in range(1, len(f) - 1):
         if draw.random() < chance:
             f[i] = min(max(round(draw.uniform(f[i - 1], f[i + 1]), DIGITS), f[i - 1]), f[i + 1])
-    start = draw.choice([n for n in STARTS if n <= original]) if draw.random() < chance else parent.start
+    start = draw.choice(starts) if draw.random() < chance else parent.start
     return Factors(start, tuple(f[1:-1]))
 
 
@@ -94,14 +94,19 @@ def crossed(a: Factors, b: Factors, draw: random.Random, chance: float) -> Facto
     return Factors(take(a.start, b.start), tuple(take(x, y) for x, y in zip(a.divisors, b.divisors)))
 
 
-def search(loss: Callable[[Factors], float], begin: list[Factors], factor: float, original: int, plan: Plan, memo: dict[Factors, float],
-           note: Callable[[float], None] = lambda best: None) -> tuple[Factors, list[float]]:
-    """The best point found, and the best loss after each generation. Divisors are at most 1.25 `factor`.
+def largest(factor: float) -> float:
+    """Divisor of a search for texts `factor` times as long, as in the paper."""
+    return round(1.25 * factor, DIGITS)
+
+
+def search(loss: Callable[[Factors], float], begin: list[Factors], factor: float, starts: Sequence[int], plan: Plan,
+           memo: dict[Factors, float], note: Callable[[float], None] = lambda best: None) -> tuple[Factors, list[float]]:
+    """The best point found, and the best loss after each generation. starts: which may be tried.
 
     memo: losses that are known, which are not computed again, and get those that are; the draws depend on the seed and on the losses alone,
     so that a search that was stopped goes on by its memo. note(best loss) follows every point.
     """
-    most, draw = round(1.25 * factor, DIGITS), random.Random(plan.seed)
+    most, draw = largest(factor), random.Random(plan.seed)
     best = math.inf
 
     def cost(point: Factors) -> float:
@@ -116,13 +121,13 @@ def search(loss: Callable[[Factors], float], begin: list[Factors], factor: float
 
     people = list(dict.fromkeys(begin))[:plan.population]
     while len(people) < plan.population:
-        people.append(mutant(draw.choice(begin), most, original, draw, plan.chance))
+        people.append(mutant(draw.choice(begin), most, starts, draw, plan.chance))
     people, course, seen = sorted(people, key=cost), [], set(people)
     for _ in range(plan.iterations):
         people = people[:plan.parents]
         children = []
         for i in range(plan.mutations + plan.crossovers):
-            child = mutant(draw.choice(people), most, original, draw, plan.chance)
+            child = mutant(draw.choice(people), most, starts, draw, plan.chance)
             for _ in range(TRIES if i >= plan.mutations and len(people) > 1 else 0):
                 one, other = draw.sample(people, 2)
                 mixed = crossed(one, other, draw, plan.chance)
@@ -131,6 +136,6 @@ def search(loss: Callable[[Factors], float], begin: list[Factors], factor: float
                     break
             children.append(child)
             seen.add(child)
-        people = sorted([*people, *children], key=cost)
+        people = sorted([*people, *sorted(children, key=cost)], key=memo.__getitem__)
         course.append(memo[people[0]])
     return people[0], course

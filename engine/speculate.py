@@ -4,6 +4,7 @@ the model's own text. Guesses come from a smaller model (`Draft`) or from the te
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
@@ -166,18 +167,23 @@ def judged(row: Row, logits: Tensor, g: Guess, likely: Likely) -> list[int]:
     raise AssertionError
 
 
-def guesser(draft: str | None, lookup: bool, ahead: int | None, tokenizer: Tokenizer, device: torch.device, dtype: torch.dtype,
-            quantize: str | None) -> Guesser | None:
-    """Who guesses ahead, if anybody does: the checkpoint `draft`, or look-up. ValueError for both."""
+def guesser(draft: str | None, lookup: bool, ahead: int | None, model: GPT, tokenizer: Tokenizer, quantize: str | None,
+            rope_scaling: str | None) -> Guesser | None:
+    """Who guesses ahead for `model`, if anybody does: the checkpoint `draft`, its like in device, type and context, or look-up. ValueError
+    for both."""
     if lookup and draft:
         raise ValueError("give --draft or --lookup, one of them")
     if lookup:
         return Lookup(ahead or 8)
     if draft is None:
         return None
-    model, its = load_model(draft, device)
+    w = model.wte.weight
+    small, its = load_model(draft, w.device, rope_scaling=rope_scaling)
     if its.hash != tokenizer.hash:
         raise ValueError(f"the draft {draft} has another tokenizer: train it on a corpus prepared with the same one")
-    model = model.to(dtype)
-    prepare(model, quantize)
-    return Draft(model, ahead or 4)
+    if small.cfg.block_size < model.cfg.block_size:
+        print(f"the draft's context is {small.cfg.block_size}, less than the model's {model.cfg.block_size}, and so is that of the text",
+              file=sys.stderr)
+    small = small.to(w.dtype)
+    prepare(small, quantize)
+    return Draft(small, ahead or 4)

@@ -58,7 +58,7 @@ def agree(config: TrainConfig, step: Path, corpus: Mixture) -> TrainConfig:
             continue
         if resuming:
             raise ValueError(f"{f.name} is {old!r} in {step}, not {new!r}: give that run's preset and flags, or start from scratch")
-        if f.name == "rope_scaling":
+        if f.name == "rope_scaling" and new != "none":
             raise ValueError(f"rope_scaling is {old!r} in {step}, not {new!r}: python -m tools.extend writes a checkpoint that has it, to "
                              "start from")
         print(f"{f.name}={old!r}, as in {step} (not {new!r})", file=sys.stderr)

@@ -47,7 +47,6 @@ class Unscaled:
     """none: as they are."""
 
     start = 0                # so many first positions keep w_i
-    by_reach = False         # whether they depend on how long the text may get
 
     def __post_init__(self) -> None:
         check_fields(self)
@@ -98,7 +97,6 @@ class Dynamic(Unscaled):
 
     factor: float
     original: int
-    by_reach = True
 
     def frequencies(self, D: int, theta: float, reach: Tensor) -> Tensor:
         s = self.factor * (reach.clamp(min=self.original).to(widest(reach.device)) / self.original - 1) + 1
@@ -159,10 +157,9 @@ class LongRoPE(Unscaled):
     short: tuple[float, ...] = ()
     """as many (none: 1 for all)"""
     start: int = 0
-    """first positions that long leaves as they are"""
+    """first positions that keep w_i, in texts of any length"""
     attention_factor: float | None = None
     """of queries and keys (None: sqrt(1 + ln s / ln L))"""
-    by_reach = True
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -191,6 +188,10 @@ class Llama3(Unscaled):
     original: int = 8192
     low_freq_factor: float = 1.0
     high_freq_factor: float = 4.0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_range(self, "low_freq_factor", below=self.high_freq_factor)
 
     def frequencies(self, D: int, theta: float, reach: Tensor) -> Tensor:
         w = super().frequencies(D, theta, reach)

@@ -3,8 +3,10 @@
 import json
 import math
 import random
+import shutil
 import subprocess
 import sys
+from dataclasses import replace
 
 import pytest
 import torch
@@ -14,7 +16,7 @@ from config import TrainConfig
 from data.shards import Split
 from data.tokenizer import Bytes, Characters
 from engine import context
-from engine.checkpoint import find_step, load_model, longer, read_config
+from engine.checkpoint import find_step, load_model, longer, read_config, read_progress
 from engine.longrope import STARTS, Factors, Losses, Plan, known, mutant, search
 from ops.rope import rope_scaling
 
@@ -73,7 +75,7 @@ def test_what_is_to_be_found_stands_once_at_its_depth(kind, depth):
     rest = 400 - len(fact)
     assert abs(place - depth * rest) < 60
     assert context.asked(kind, tokenizer, text, 400, depth, 4)[0] != ids
-    with pytest.raises(ValueError, match="measure longer ones"):
+    with pytest.raises(ValueError, match="and the context is 20"):
         context.asked(kind, tokenizer, text, 20, depth, 0)
 
 
@@ -128,20 +130,21 @@ def distance(point: Factors) -> float:
 def test_the_search_finds_a_known_optimum_and_stays_monotone():
     seen = []
     loss = lambda point: seen.append(point) or distance(point)
-    begin = known(32, 1e4, 256, 4.0)
-    best, course = search(loss, begin, 4.0, 256, Plan(), memo := {})
+    begin, notes = known(32, 1e4, 256, 4.0), []
+    best, course = search(loss, begin, 4.0, STARTS, Plan(), memo := {}, notes.append)
+    assert len(notes) == Plan().evaluations() and notes[-1] == min(memo.values())
     assert all(point.monotone(5.0) for point in seen) and len(seen) == len(set(seen)) == len(memo) <= Plan().evaluations()
     assert all(a >= b for a, b in zip(course, course[1:])) and course[-1] == memo[best] == min(memo.values())
     assert memo[best] < 0.15 * min(memo[b] for b in begin if b in memo)
-    far, _ = search(distance, begin, 4.0, 256, Plan(iterations=300), {})
+    far, _ = search(distance, begin, 4.0, STARTS, Plan(iterations=300), {})
     assert distance(far) < 0.02 and far.start == BEST.start
-    assert search(distance, begin, 4.0, 256, Plan(), {})[0] == best                        # the seed decides
-    assert search(distance, begin, 4.0, 256, Plan(seed=1), {})[0] != best
+    assert search(distance, begin, 4.0, STARTS, Plan(), {})[0] == best                        # the seed decides
+    assert search(distance, begin, 4.0, STARTS, Plan(seed=1), {})[0] != best
 
 
 def test_a_stopped_search_goes_on_as_if_it_had_not_been(tmp_path):
     begin, plan = known(32, 1e4, 256, 4.0), Plan(population=12, iterations=6, parents=6, mutations=3, crossovers=3)
-    whole = search(distance, begin, 4.0, 256, plan, {})
+    whole = search(distance, begin, 4.0, STARTS, plan, {})
     memo, calls = Losses(tmp_path / "x" / "search.json", {"a": (1, 2)}), 0
 
     def stops(point):
@@ -152,12 +155,12 @@ def test_a_stopped_search_goes_on_as_if_it_had_not_been(tmp_path):
         return distance(point)
 
     with pytest.raises(KeyboardInterrupt):
-        search(stops, begin, 4.0, 256, plan, memo)
+        search(stops, begin, 4.0, STARTS, plan, memo)
     memo.keep()
     memo = Losses(tmp_path / "x" / "search.json", {"a": (1, 2)})
     assert len(memo) == 19
     again = []
-    assert search(lambda p: again.append(p) or distance(p), begin, 4.0, 256, plan, memo) == whole
+    assert search(lambda p: again.append(p) or distance(p), begin, 4.0, STARTS, plan, memo) == whole
     assert len(again) == len(memo) - 19
     with pytest.raises(ValueError, match="other settings"):
         Losses(tmp_path / "x" / "search.json", {"a": 3})
@@ -165,7 +168,7 @@ def test_a_stopped_search_goes_on_as_if_it_had_not_been(tmp_path):
 
 def test_what_gives_no_number_is_the_worst():
     plan = Plan(population=8, iterations=2, parents=4, mutations=2, crossovers=2)
-    best, _ = search(lambda p: math.nan if p.start else distance(p), known(32, 1e4, 256, 4.0), 4.0, 256, plan, memo := {})
+    best, _ = search(lambda p: math.nan if p.start else distance(p), known(32, 1e4, 256, 4.0), 4.0, STARTS, plan, memo := {})
     assert best.start == 0 and max(memo.values()) < math.inf
 
 
@@ -177,8 +180,8 @@ def test_it_begins_with_the_known_methods_and_mutants_keep_the_order():
     torch.testing.assert_close(mine.flatten(), w, rtol=0.006, atol=0)                      # rounded to 0.01
     draw, point = random.Random(0), yarn
     for _ in range(300):
-        point = mutant(point, 10.0, 256, draw, 0.3)
-        assert point.monotone(10.0) and point.start in STARTS and point.start <= 256
+        point = mutant(point, 10.0, STARTS[:5], draw, 0.3)
+        assert point.monotone(10.0) and point.start in STARTS[:5]
 
 
 # the commands
@@ -216,10 +219,56 @@ def test_each_method_writes_a_checkpoint_for_the_longer_context(run, tmp_path, m
         longer(model.cfg, "yarn(factor=2)")
 
 
+def test_its_folder_stands_beside_the_run_and_an_unfinished_one_is_of_one_kind(run, tmp_path):
+    base = tmp_path / "a"
+    shutil.copytree(run, base)
+    r = command("-m", "tools.extend", "--checkpoint", base, "--method=ntk", "--factor=1.5", "--device=cpu")
+    assert r.returncode == 0 and "--context_lengths 32,48" in r.stdout, r.stderr
+    assert load_model(tmp_path / "a-ntk1.5")[0].cfg.block_size == 48
+    (tmp_path / "a-ntk1.5" / "latest").unlink()                                        # as if it had been stopped
+    r = extend(base, tmp_path / "a-ntk1.5", "--method=ntk")
+    assert r.returncode == 2 and "unfinished extension of other settings" in r.stderr
+    r = extend(base, tmp_path / "b", "--factor=5000", "--finetune_tokens=100")
+    assert r.returncode == 2 and "needs one more than that" in r.stderr and not (tmp_path / "b").exists()
+    other = command("train.py", "--init_from=resume", "--dataset", read_config(find_step(base))["dataset"], "--out_dir", tmp_path / "a-ntk1.5")
+    assert other.returncode == 2
+
+
+def test_a_stopped_fine_tune_goes_on_and_a_finished_one_is_not_done_again(run, tmp_path, monkeypatch):
+    from tools import extend as tool
+    config = tool.ExtendConfig(checkpoint=str(run), out_dir=str(tmp_path / "x"), method="yarn", factor=4, finetune_tokens=2560, device="cpu")
+    whole, calls = tool.train, []
+
+    def stops(settings):
+        calls.append(settings.init_from)
+        return whole(replace(settings, max_iters=4, lr_decay_iters=10, eval_interval=4) if len(calls) == 1 else settings)
+
+    monkeypatch.setattr(tool, "train", stops)
+    with pytest.raises(KeyboardInterrupt):
+        tool.main(config)
+    assert not (tmp_path / "x" / "latest").exists()
+    tool.main(config)
+    assert calls[1] == "resume" and read_progress(find_step(tmp_path / "x" / "finetune", prefer="latest")).iter == 10
+    assert not (tmp_path / "x" / "start").exists()
+    (tmp_path / "x" / "latest").unlink()
+    tool.main(config)
+    assert len(calls) == 2
+
+
+def test_a_draft_reads_as_far_as_the_model(run, capsys):
+    from engine.speculate import guesser
+    model, tokenizer = load_model(run, rope_scaling="yarn(factor=4)")
+    assert guesser(str(run), False, 2, model, tokenizer, None, "yarn(factor=4)").readers[0].model.cfg.block_size == 128
+    assert not capsys.readouterr().err
+    guesser(str(run), False, 2, model, tokenizer, None, None)
+    assert "the draft's context is 32, less than the model's 128" in capsys.readouterr().err
+
+
 def test_flags_and_their_conflicts(run, tmp_path):
     flagged, _ = load_model(run, rope_scaling="yarn(factor=4)")
     assert flagged.cfg.rope_scaling == "yarn(factor=4, original=32)" and flagged.cfg.block_size == 128
-    assert load_model(run, rope_scaling="llama3()")[0].cfg.rope_scaling == "llama3(original=32)"
+    for text in ("llama3()", "llama3"):
+        assert load_model(run, rope_scaling=text)[0].cfg.rope_scaling == "llama3(original=32)"
     for bad, said in [("yarn(factor=4, original=64)", "is not the context of 32"), ("yarn(", "cannot read"), ("yrn(factor=4)", "did you mean 'yarn'")]:
         with pytest.raises(ValueError, match="rope_scaling") as e:
             load_model(run, rope_scaling=bad)
@@ -271,8 +320,8 @@ def test_longropes_recipe_in_two_stages(run, tmp_path):
 @torch.no_grad()
 def test_eval_by_context(run, tmp_path):
     corpus, argv = read_config(find_step(run))["dataset"], ["--checkpoint", run, "--device=cpu", "--out", tmp_path / "o"]
-    r = command("eval.py", *argv, "--context_lengths=64,32,160", "--limit=2", "--trials=0")
-    assert r.returncode == 0, r.stderr
+    r = command("eval.py", *argv, "--context_lengths=64,32,160", "--limit=2", "--trials=1")
+    assert r.returncode == 0 and "passkey" in r.stdout.splitlines()[-2] and "needle" in r.stdout.splitlines()[-1], r.stderr      # its vocabulary
     result = json.loads((tmp_path / "o" / "context.json").read_text())
     model, tokenizer = load_model(run)
     text = context.documents(Split(corpus, "val"), 160, 2)
@@ -284,7 +333,7 @@ def test_eval_by_context(run, tmp_path):
         assert abs(row["strided"] - want) < 1e-4
     assert result["lengths"][-1]["sliding"] == result["lengths"][-1]["strided"]
     assert "positions" in r.stdout and [row["to"] for row in result["positions"]] == [63, 127, 159]
-    for bad in ("0", "a", "1,64"):
+    for bad in ("0", "a", "1,64", ","):
         assert "error: context_lengths" in command("eval.py", *argv, "--context_lengths", bad).stderr
     assert "goes with none of" in command("eval.py", *argv, "--context_lengths=64", "--kv_cache=int8").stderr
 
@@ -293,6 +342,6 @@ def test_a_picture_of_it(tmp_path):
     pytest.importorskip("matplotlib")
     cells = [{"kind": k, "length": n, "depth": d, "accuracy": d, "probability": d} for k in context.KINDS for n in (32, 64) for d in context.DEPTHS]
     r = {"unit": "bits per byte", "tokens": 9, "lengths": [{"length": n, "strided": 2.0, "sliding": 1.9} for n in (32, 64)],
-         "positions": [{"from": 0, "to": 63, "loss": 2.0}], "retrieval": cells}
+         "positions": [{"from": 0, "to": 63, "loss": 2.0}], "retrieval": cells, "notes": ["so"]}
     assert context.draw({"a": r, "b": r}, tmp_path / "x.png").stat().st_size > 10_000
     assert "passkey" in context.report(r) and "needle" in context.report(r)

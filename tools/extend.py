@@ -8,11 +8,12 @@ training; then search divisors for the original length, so that short texts lose
 
 from __future__ import annotations
 
-import math
+import json
+import shutil
 import sys
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from config.check import check_fields, check_range
 from engine.cli import one_line_errors, parse
@@ -41,7 +42,7 @@ class ExtendConfig:
     iterations: int = 40
     """generations after that: the best half stays, a quarter is mutations of it, a quarter crossovers"""
     search_documents: int = 5
-    """stretches of the training split, as long as the longer context, by whose loss divisors are judged"""
+    """stretches of the training split (of a mixture's first corpus), as long as the longer context, by whose loss divisors are judged"""
     dataset: str | None = None
     """a corpus under data/ or a prepared folder (None: what it was trained on)"""
     out_dir: str | None = None
@@ -76,11 +77,11 @@ from tqdm import tqdm
 from config import TrainConfig, from_dict
 from data.mixture import Mixture
 from engine import checkpoint
-from engine.checkpoint import find_step, load_model, longer, read_config, read_progress, read_tokenizer
+from engine.checkpoint import find_step, load_model, longer, read_config, read_progress, read_tokenizer, times
 from engine.context import documents, scored, windows
 from engine.device import keep_memory, pick_device, pick_dtype
 from engine.log import say
-from engine.longrope import Factors, Losses, Plan, known, search
+from engine.longrope import STARTS, Factors, Losses, Plan, known, largest, search
 from engine.start import make_room
 from model import GPT
 from ops.rope import LongRoPE, Rotation
@@ -96,16 +97,34 @@ def main(config: ExtendConfig) -> Path:
     out = Path(config.out_dir or f"{step.parent}-{config.method}{config.factor:g}")
     if out.resolve() == step.parent.resolve():
         raise ValueError(f"out_dir={str(out)!r} is the run itself: name another folder")
-    if (out / "latest").is_file():                   # it is finished: another begins
-        make_room(out, resuming=False)
+    corpus, size = Mixture(run.dataset), times(run.block_size, config.factor)
+    if corpus.tokenizer.hash != read_tokenizer(step).hash:
+        raise ValueError(f"{run.dataset} has another tokenizer than {step}: prepare it with the same one")
+    if config.search or config.finetune_tokens:
+        for split in (c.split(name) for c in corpus.corpora.values() for name in ("train", "val")):
+            documents(split, size, 1)                # ValueError where it is too short
+    begin(out, config, step)
     final = extended(config, run, step, out)
-    say(f"{final}: {longer_by(read_config(final), run)}; how well it went: python eval.py --checkpoint {out} --context_lengths "
-        f"{run.block_size},{run.block_size * math.ceil(config.factor)}")
+    say(f"{final}: a context of {size:,} tokens, {size / run.block_size:g} times {run.block_size:,}; how well it went: "
+        f"python eval.py --checkpoint {out} --context_lengths {run.block_size},{size}")
     return final
 
 
-def longer_by(saved: dict, run: TrainConfig) -> str:
-    return f"a context of {saved['block_size']:,} tokens, {saved['block_size'] / run.block_size:g} times {run.block_size:,}"
+def record(config: ExtendConfig, step: Path) -> dict[str, Any]:
+    """What decides about the outcome, as JSON has it."""
+    return {**asdict(config), "step": str(step), "saved": (step / "model.safetensors").stat().st_mtime}
+
+
+def begin(out: Path, config: ExtendConfig, step: Path) -> None:
+    """The folder, of which a file says what is made in it. What is finished there is put aside; what is not is gone on with, or ValueError
+    where it was something else."""
+    file, now = out / "extend.json", record(config, step)
+    if (out / "latest").is_file():
+        make_room(out, resuming=False)
+    elif file.is_file() and json.loads(file.read_text(encoding="utf-8")) != now:
+        raise ValueError(f"{out} has an unfinished extension of other settings or another checkpoint: name another --out_dir, or remove it")
+    out.mkdir(parents=True, exist_ok=True)
+    checkpoint.write_json(file, now)
 
 
 def extended(config: ExtendConfig, run: TrainConfig, step: Path, out: Path) -> Path:
@@ -120,9 +139,10 @@ def extended(config: ExtendConfig, run: TrainConfig, step: Path, out: Path) -> P
     long = hunt(config, run, step, out, "long", stage, seeds(stage))
     step = tuned(config, run, longer(run, written(stage, long)), step, out)
     if stage < config.factor:
-        stretched = Factors(long.start, tuple(round(f * config.factor / stage, 2) for f in long.divisors))
+        most = largest(config.factor)
+        stretched = Factors(long.start, tuple(min(most, round(f * config.factor / stage, 2)) for f in long.divisors))
         long = hunt(config, run, step, out, "longer", config.factor, [*seeds(config.factor), stretched])
-    short = hunt(config, run, step, out, "short", config.factor, [Factors(0, (1.0,) * (D // 2)), long], long)
+    short = hunt(config, run, step, out, "short", config.factor, [Factors(0, (1.0,) * (D // 2)), long._replace(start=0)], long)
     return write(step, out, longer(run, written(config.factor, long, short)))
 
 
@@ -161,6 +181,8 @@ def tuned(config: ExtendConfig, run: TrainConfig, wide: TrainConfig, step: Path,
     peak = config.learning_rate or run.learning_rate / 3
     start, folder = out / "start", out / "finetune"
     resume = (folder / "latest").is_file()
+    if resume and read_progress(find_step(folder, prefer="latest")).iter >= steps:
+        return find_step(folder, prefer="latest")
     if not resume:
         write(step, start, wide)
     train(replace(wide, init_from="resume" if resume else str(start), out_dir=str(folder), batch_size=rows, max_iters=steps,
@@ -169,17 +191,19 @@ def tuned(config: ExtendConfig, run: TrainConfig, wide: TrainConfig, step: Path,
                   eval_iters=10, device=config.device, dtype=config.dtype, wandb_log=False))
     done = find_step(folder, prefer="latest")
     if read_progress(done).iter < steps:
-        raise KeyboardInterrupt                      # it was stopped, and saved
+        print("tools.extend: the same command goes on", file=sys.stderr)
+        raise KeyboardInterrupt
+    shutil.rmtree(start, ignore_errors=True)
     return done
 
 
-def hunt(config: ExtendConfig, run: TrainConfig, step: Path, out: Path, name: str, factor: float, begin: list[Factors],
+def hunt(config: ExtendConfig, run: TrainConfig, step: Path, out: Path, name: str, factor: float, seeds: list[Factors],
          long: Factors | None = None) -> Factors:
     """The best divisors that the search finds for texts of `factor` times the original length; with `long`, those of the long ones, for
     texts of the original length."""
     device = pick_device(config.device)
     base = replace(from_dict(TrainConfig, read_config(step)), rope_scaling="none", block_size=run.block_size)
-    wide = longer(base, written(factor, long or begin[0]))
+    wide = longer(base, written(factor, long or seeds[0]))
     model = GPT(wide.model())
     checkpoint.load_weights(model, step)
     model, turns = model.to(device).eval(), [t.scaling for t in rotations(model) if isinstance(t.scaling, LongRoPE)]
@@ -199,6 +223,7 @@ def hunt(config: ExtendConfig, run: TrainConfig, step: Path, out: Path, name: st
     quarter = config.population // 4
     plan = Plan(config.population, config.iterations, config.population // 2, quarter, quarter, seed=config.seed)
     memo = Losses(out / f"search_{name}.json", {**asdict(config), "step": str(step), "plan": asdict(plan)})
+    starts = [0] if long else [n for n in STARTS if n <= run.block_size]
     with tqdm(total=plan.evaluations(), desc=f"search {name}", disable=None) as bar:
         def note(best: float) -> None:
             bar.update()
@@ -206,10 +231,10 @@ def hunt(config: ExtendConfig, run: TrainConfig, step: Path, out: Path, name: st
             if bar.n % 20 == 0:
                 memo.keep()
         try:
-            best, _ = search(loss, begin, factor, run.block_size, plan, memo, note)
+            best, _ = search(loss, seeds, factor, starts, plan, memo, note)
         finally:
             memo.keep()
-    say(f"search {name}: {memo[best]:.4f} nats a token in texts of {length:,}; it began with {memo[begin[0]]:.4f} "
+    say(f"search {name}: {memo[best]:.4f} nats a token in texts of {length:,}; it began with {memo[seeds[0]]:.4f} "
         f"({'as it is' if long else 'YaRN'}); {len(memo):,} points")
     return best
 

@@ -183,11 +183,11 @@ def main(config: ServeConfig) -> None:
         import uvicorn
     except ModuleNotFoundError:
         raise ValueError("the server needs two packages more: pip install starlette uvicorn") from None
-    step, device, dtype = find_step(config.checkpoint), pick_device(config.device), getattr(torch, config.dtype)
-    model, tokenizer = load_model(step, device, config.kv_cache, config.rope_scaling)
-    model = model.to(dtype).eval()
+    step = find_step(config.checkpoint)
+    model, tokenizer = load_model(step, pick_device(config.device), config.kv_cache, config.rope_scaling)
+    model = model.to(getattr(torch, config.dtype)).eval()
     prepare(model, config.quantize)
-    ahead = guesser(config.draft, config.lookup, None, tokenizer, device, dtype, config.quantize)
+    ahead = guesser(config.draft, config.lookup, None, model, tokenizer, config.quantize, config.rope_scaling)
     make = lambda: Batch(model, config.rows, tokenizer.vocab_size, speculate=ahead, compile=config.compile)
     uvicorn.run(app(make, tokenizer, step.parent.name, config.waiting), host=config.host, port=config.port, log_level="info",
                 timeout_graceful_shutdown=5)
