@@ -103,7 +103,7 @@ def main(config: ExtendBench) -> dict[str, Any]:
             found = json.loads(memo.read_text(encoding="utf-8")) if memo.is_file() else {}
             if found.get("asked") != asked:
                 dtype = pick_dtype("float32", device, model.cfg.n_embd)
-                found = {"asked": asked, **measure(model, tokenizer, split, lengths, config.trials, config.limit, dtype=dtype)}
+                found = {"asked": asked, **measure(model, tokenizer, split, lengths, config.trials, config.limit, dtype=dtype, sliding=False)}
                 memo.parent.mkdir(parents=True, exist_ok=True)
                 memo.write_text(json.dumps(found) + "\n", encoding="utf-8")
             result["models"][f"{method}{', tuned' if tokens else ''}"] = found

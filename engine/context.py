@@ -168,15 +168,15 @@ def retrieval(model: GPT, tokenizer: Tokenizer, text: list[int], what: Iterable[
 
 
 def measure(model: GPT, tokenizer: Tokenizer, split: Split, lengths: list[int], trials: int, limit: int = 16, rows: int = 16,
-            dtype: torch.dtype = torch.float32) -> dict[str, Any]:
-    """{"unit", "tokens", "lengths" (a dict a length: loss strided, sliding), "positions" (a dict a range of them in the longest),
+            dtype: torch.dtype = torch.float32, sliding: bool = True) -> dict[str, Any]:
+    """{"unit", "tokens", "lengths" (a dict a length: loss strided, and sliding), "positions" (a dict a range of them in the longest),
     "retrieval" (see there), "notes" (what was not measured)}, over the same tokens for all lengths: `limit` documents of the longest."""
     text = documents(split, M := lengths[-1], limit)
     what, notes = possible(tokenizer, text[0].tolist(), lengths, trials)
     nbytes = torch.from_numpy(tokenizer.byte_lengths())[text[:, 1:]]
-    strides = {"strided": lambda n: n, "sliding": lambda n: n if n == M else -(-n // 4)}
+    strides = {"strided": lambda n: n} | ({"sliding": lambda n: n if n == M else -(-n // 4)} if sliding else {})
     plans = {(n, kind): windows(len(text), M, n, stride(n)) for n in lengths for kind, stride in strides.items()}
-    del plans[M, "sliding"]                          # the same as strided
+    plans.pop((M, "sliding"), None)                  # the same as strided
     total = sum(w.end - w.begin for plan in plans.values() for w in plan) + len(DEPTHS) * trials * sum(n for _, n in what)
     with tqdm(total=total, unit="token", unit_scale=True, disable=None, leave=False) as bar:
         costs = {key: scored(model, text, plan, rows, dtype, bar.update) for key, plan in plans.items()}
