@@ -71,7 +71,7 @@ def extended(config: ExtendBench, method: str, tokens: int, step: Path) -> Path:
                               finetune_tokens=tokens, search=searched, out_dir=str(out), device=config.device)
     if searched:
         how = replace(how, population=config.population, iterations=config.iterations)
-    if (out / "latest").is_file() and json.loads((out / "extend.json").read_text(encoding="utf-8")) == extend.record(how, step):
+    if (out / "latest").is_file() and extend.recorded(out) == extend.record(how, step):
         return find_step(out)
     if method == "none":               # longer rows alone
         run = from_dict(TrainConfig, read_config(step))
@@ -103,7 +103,8 @@ def main(config: ExtendBench) -> dict[str, Any]:
             found = json.loads(memo.read_text(encoding="utf-8")) if memo.is_file() else {}
             if found.get("asked") != asked:
                 dtype = pick_dtype("float32", device, model.cfg.n_embd)
-                found = {"asked": asked, **measure(model, tokenizer, split, lengths, config.trials, config.limit, dtype=dtype, sliding=False)}
+                found = measure(model, tokenizer, split, lengths, config.trials, config.limit, dtype=dtype, sliding=False)
+                found["asked"] = asked
                 memo.parent.mkdir(parents=True, exist_ok=True)
                 memo.write_text(json.dumps(found) + "\n", encoding="utf-8")
             result["models"][f"{method}{', tuned' if tokens else ''}"] = found

@@ -115,16 +115,21 @@ def record(config: ExtendConfig, step: Path) -> dict[str, Any]:
     return {**asdict(config), "step": str(step), "saved": (step / "model.safetensors").stat().st_mtime}
 
 
+def recorded(out: Path) -> dict[str, Any] | None:
+    file = out / "extend.json"
+    return json.loads(file.read_text(encoding="utf-8")) if file.is_file() else None
+
+
 def begin(out: Path, config: ExtendConfig, step: Path) -> None:
     """The folder, of which a file says what is made in it. What is finished there is put aside; what is not is gone on with, or ValueError
     where it was something else."""
-    file, now = out / "extend.json", record(config, step)
+    now = record(config, step)
     if (out / "latest").is_file():
         make_room(out, resuming=False)
-    elif file.is_file() and json.loads(file.read_text(encoding="utf-8")) != now:
+    elif recorded(out) not in (None, now):
         raise ValueError(f"{out} has an unfinished extension of other settings or another checkpoint: name another --out_dir, or remove it")
     out.mkdir(parents=True, exist_ok=True)
-    checkpoint.write_json(file, now)
+    checkpoint.write_json(out / "extend.json", now)
 
 
 def extended(config: ExtendConfig, run: TrainConfig, step: Path, out: Path) -> Path:
