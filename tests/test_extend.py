@@ -338,6 +338,23 @@ def test_eval_by_context(run, tmp_path):
     assert "goes with none of" in command("eval.py", *argv, "--context_lengths=64", "--kv_cache=int8").stderr
 
 
+def test_the_bench_keeps_what_it_has_and_does_anew_what_changed(run, tmp_path, monkeypatch, capsys):
+    from bench import extend as bench
+    settings = bench.ExtendBench(checkpoint=str(run), methods=("none", "yarn"), lengths=(32, 128), limit=1, trials=0, finetune_share=0.2,
+                                 out=str(tmp_path / "o"), device="cpu")
+    done = []
+    whole = bench.measure
+    monkeypatch.setattr(bench, "measure", lambda *a, **kw: done.append(1) or whole(*a, **kw))
+    first = bench.main(settings)
+    assert list(first["models"]) == ["none", "yarn", "none, tuned", "yarn, tuned"] and len(done) == 4
+    assert all(r["lengths"][1]["strided"] > 0 and "sliding" not in r["lengths"][0] for r in first["models"].values())
+    assert bench.main(settings)["models"] == first["models"] and len(done) == 4
+    assert bench.main(replace(settings, factor=2.0))["models"]["yarn"] != first["models"]["yarn"] and len(done) == 8
+    other = bench.main(replace(settings, finetune_share=0.4))
+    assert other["models"]["yarn"] == first["models"]["yarn"] and other["models"]["yarn, tuned"] != first["models"]["yarn, tuned"]
+    assert "+0.0%" in capsys.readouterr().out and (tmp_path / "o" / "extend.json").exists()
+
+
 def test_a_picture_of_it(tmp_path):
     pytest.importorskip("matplotlib")
     cells = [{"kind": k, "length": n, "depth": d, "accuracy": d, "probability": d} for k in context.KINDS for n in (32, 64) for d in context.DEPTHS]
