@@ -11,7 +11,7 @@ import hashlib
 import os
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cache
 from pathlib import Path
 
@@ -50,13 +50,14 @@ def kernel() -> Callable[[Tensor, Tensor, Tensor | None, Tensor | None], Tensor]
         load("heed_few_rows", [str(source)], extra_cflags=["-O3", "-march=native", "-std=c++20", *threads], extra_ldflags=threads,
              build_directory=str(folder), is_python_module=False)
     except (ImportError, OSError, RuntimeError) as e:
-        reason = next((line for line in str(e).splitlines() if "error" in line.lower()), type(e).__name__)[:150]
+        reason = next((line for line in str(e).splitlines() if "error:" in line), type(e).__name__)[:150]
         print(f"no fast kernel for few rows ({reason}): generation goes on without; it takes a C++20 compiler and pip install ninja",
               file=sys.stderr)
         return None
     if not BUILT:
         torch.library.register_fake("heed::few_rows")(lambda x, w, scale, bias: x.new_empty(*x.shape[:-1], len(w)))
         torch.library.register_fake("heed::one_query")(lambda q, k, v, mask, scale: torch.empty_like(q))
+        torch.library.register_fake("heed::mlp")(lambda x, *layers: torch.empty_like(x))
         BUILT.append(torch.ops.heed)
     return torch.ops.heed.few_rows
 
@@ -75,6 +76,17 @@ def one_query(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float
         mask = torch.zeros(mask.shape).masked_fill(~mask, -torch.inf) if mask.dtype == torch.bool else mask
         mask = mask if mask.shape[-1] == k.shape[2] else mask.expand(-1, -1, -1, k.shape[2])
     return torch.ops.heed.one_query(q, k, v, mask, D**-0.5 if scale is None else scale)
+
+
+def written(slot: Tensor, pairs: Sequence[tuple[Tensor, Tensor]]) -> bool:
+    """`ops.positions.write` of a few tokens by the kernel, where it has been built and takes them; whether it has."""
+    if not BUILT or slot.device.type != "cpu" or slot.numel() > FEW or torch.is_grad_enabled() or torch.compiler.is_compiling():
+        return False
+    if any(kept.dtype != new.dtype or kept.dim() != 4 or kept.stride(3) != 1 for kept, new in pairs):
+        return False
+    for kept, new in pairs:
+        torch.ops.heed.write_slots(slot, kept, new)
+    return True
 
 
 class FewRows(nn.Module):
@@ -112,12 +124,31 @@ class FewRows(nn.Module):
             return (self.codes.to(wide) * self.scale[:, None]).to(dtype)
         return dequantized(self.codes.unflatten(1, (-1, GROUP // 2)), self.scale[:, :, None], 4, wide).flatten(1).to(dtype)
 
+    def few(self, x: Tensor) -> bool:
+        """Whether the kernel takes x."""
+        return self.fast and x.device.type == "cpu" and 0 < x.numel() // x.shape[-1] <= FEW
+
     def forward(self, x: Tensor) -> Tensor:
-        if not (self.fast and x.device.type == "cpu" and 0 < x.numel() // x.shape[-1] <= FEW):
+        if not self.few(x):
             emulated = x.device.type == "cpu" and not cpu_multiplies_bf16()          # bfloat16 would take 90 times as long
             wide = torch.float32 if emulated else x.dtype
             return F.linear(x.to(wide), self.weight_as(wide), None if self.bias is None else self.bias.to(wide)).to(x.dtype)
         return torch.ops.heed.few_rows(x, self.codes, self.scale, self.bias)
+
+
+class FewRowsMLP(nn.Module):
+    """model.MLP behind its norm, a single call for a few rows: an operation called from Python takes as long as a small product."""
+
+    def __init__(self, norm: nn.LayerNorm | nn.RMSNorm, mlp: nn.Module):
+        super().__init__()
+        self.norm, self.mlp = norm, mlp
+
+    def forward(self, x: Tensor) -> Tensor:
+        norm, up, down = self.norm, self.mlp.up, self.mlp.down
+        if not (up.few(x) and down.fast) or torch.is_grad_enabled():     # type: ignore[operator]
+            return self.mlp(norm(x))
+        return torch.ops.heed.mlp(x, norm.weight, getattr(norm, "bias", None), norm.eps, isinstance(norm, nn.RMSNorm), self.mlp.kind,
+                                  up.codes, up.scale, up.bias, down.codes, down.scale, down.bias)
 
 
 def prepare(model: nn.Module, quantize: str | None) -> str:
@@ -140,4 +171,8 @@ def for_generation(model: nn.Module, bits: int | None = None) -> float:
                 of, done = of + m.weight.numel(), done + m.weight.numel() * fits
                 if fits:
                     setattr(parent, name, FewRows(m, bits))
+    for block in list(model.modules()):
+        up, down = (getattr(getattr(block, "mlp", None), name, None) for name in ("up", "down"))
+        if isinstance(up, FewRows) and isinstance(down, FewRows):
+            block.mlp, block.norm2 = FewRowsMLP(block.norm2, block.mlp), nn.Identity()   # type: ignore[arg-type]
     return done / max(1, of)
