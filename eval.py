@@ -85,8 +85,9 @@ from data.shards import Corpus, Split
 from data.tokenizer import Tokenizer
 from engine import context
 from engine.checkpoint import find_step, load_model, read_config, read_progress
+from engine.decode import for_generation
 from engine.device import autocast, keep_memory, pick_device, pick_dtype
-from ops.few_rows import BITS, for_generation
+from ops.few_rows import BITS
 from ops.loss import IGNORE, count_valid
 from ops.positions import document_positions, within_documents
 

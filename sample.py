@@ -122,11 +122,11 @@ import torch
 
 from data.tokenizer import Tokenizer
 from engine.checkpoint import find_step, load_model, read_progress
+from engine.decode import prepare
 from engine.device import pick_device
 from engine.generate import Batch, Drawn, Options, Text
 from engine.speculate import Guesser, guesser
 from model import GPT
-from ops.few_rows import prepare
 
 ROWS = 64   # texts written side by side
 BETWEEN = f"\n{'-' * 15}"

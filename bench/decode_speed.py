@@ -70,10 +70,11 @@ import torch.nn.functional as F
 from torch import nn
 
 from bench.mixers import timed
+from engine.decode import for_generation
 from engine.device import keep_memory, pick_device
 from engine.generate import Batch, Options, prefill
 from model import GPT, GPTConfig
-from ops.few_rows import BITS, for_generation
+from ops.few_rows import BITS, FewRows
 
 Speeds = dict[tuple[int, int], float]          # (batch, context) -> tokens a second
 
@@ -154,8 +155,8 @@ def hugging_face(config: DecodeConfig, dtype: torch.dtype, device: torch.device)
     return found
 
 
-def llama_cpp(config: DecodeConfig, width: str, folder: Path) -> Speeds:
-    """A GPT-2 of random weights as GGUF; Q8_0 and Q4_0 are its int8 and int4."""
+def llama_cpp(config: DecodeConfig, width: str, folder: Path) -> tuple[Speeds, float]:
+    """A GPT-2 of random weights as GGUF; Q8_0 and Q4_0 are its int8 and int4. And the seconds that the longest prompt takes."""
     import numpy as np
     from gguf import GGMLQuantizationType, GGUFWriter, quants
     from llama_cpp import Llama
@@ -198,12 +199,24 @@ def llama_cpp(config: DecodeConfig, width: str, folder: Path) -> Speeds:
     threads = torch.get_num_threads()
     llama = Llama(str(path), n_ctx=room, n_threads=threads, n_threads_batch=threads, verbose=False)
     found: Speeds = {}
-    for T in config.contexts:
+
+    def prompt(T: int) -> None:
         llama.reset()
         llama.eval(draws.integers(config.vocab_size, size=T).tolist())
+
+    for T in config.contexts:
+        prompt(T)
         found[1, T] = 1 / median_seconds(lambda: llama.eval([1]), config.repeats, torch.device("cpu"))
     path.unlink()
-    return found
+    return found, median_seconds(lambda: prompt(max(config.contexts)), 5, torch.device("cpu"))
+
+
+@torch.no_grad()
+def linear_layers(model: GPT, B: int, repeats: int, device: torch.device) -> float:
+    """Seconds that a step's products take alone, one after the other."""
+    layers = [m for m in model.modules() if isinstance(m, (FewRows, nn.Linear))]
+    x = {K: torch.randn(B, 1, K, device=device, dtype=model.wte.weight.dtype) for K in {m.in_features for m in layers}}
+    return median_seconds(lambda: [m(x[m.in_features]) for m in layers], repeats, device)
 
 
 @torch.no_grad()
@@ -255,7 +268,11 @@ def main(config: DecodeConfig) -> list[dict[str, Any]]:
                 limit[B, T] = B * rates[near] / read
         tell(f"limit, {width}", limit)
         model = make(config, width, device)
-        tell(f"Heed, {width}", ours(config, model, device), limit)
+        tell(f"Heed, {width}", own := ours(config, model, device), limit)
+        B, T = config.batches[0], config.contexts[0]
+        alone = linear_layers(model, B, config.repeats, device)
+        print(f"    {B} x {T}: {B / own[B, T] / alone:.2f} times its linear layers alone")
+        rows.append({"system": f"linear layers, {width}", "seconds": alone})
         if config.compile:
             tell(f"Heed, {width}, compiled", ours(config, model, device, compile=True), limit)
         if width in ("float32", "bfloat16"):
@@ -271,7 +288,10 @@ def main(config: DecodeConfig) -> list[dict[str, Any]]:
             tell(f"  Hugging Face, {width}", hugging_face(config, getattr(torch, width), device), limit)
         if config.rivals and device.type == "cpu" and has("llama_cpp") and has("gguf"):
             with tempfile.TemporaryDirectory() as folder:
-                tell(f"  llama.cpp, {width}", llama_cpp(config, width, Path(folder)), limit)
+                theirs, prompt = llama_cpp(config, width, Path(folder))
+            tell(f"  llama.cpp, {width}", theirs, limit)
+            print(f"    a prompt of {max(config.contexts):,}: {max(config.contexts) / prompt:,.0f} tokens/s")
+            rows.append({"system": f"llama.cpp, prefill, {width}", "seconds": prompt})
     if config.rivals and device.type == "cpu" and not (has("llama_cpp") and has("gguf")):
         print("llama.cpp: pip install llama-cpp-python gguf")
     return rows

@@ -14,8 +14,8 @@ from torch import Tensor
 
 from data.tokenizer import Tokenizer
 from engine.checkpoint import load_model
+from engine.decode import prepare
 from model import GPT, State
-from ops.few_rows import prepare
 
 if TYPE_CHECKING:
     from engine.generate import Row

@@ -1,5 +1,5 @@
 // What decoding on a CPU spends its time with, as fast as memory is read: few_rows, y = x W^T for a few rows of x, of which each thread
-// takes a share of W's rows; mlp, two of them with what stands between; and one_query, attention of one query a row over its cache.
+// takes a share of W's rows; one_query, attention of one query a row over its cache; and mlp and attention, the halves of a block whole.
 //
 // Weights: float32, bfloat16, int8 (a scale a row), or 4 bits (scale and zero a group of 32, see ops/few_rows.py).
 // Plain loops of fixed width, which compilers turn into whatever vectors the processor has. Where it multiplies bfloat16 and int8 as they
@@ -474,13 +474,17 @@ inline floats exponential(floats x) {
   return far ? floats{} : y;
 }
 
-// x (..., C) -> down(act(up(norm(x)))) as model.py's MLP has it; rms: RMSNorm, else LayerNorm; kind: swiglu, relu2, gelu or gelu_tanh
+// rms: RMSNorm, else LayerNorm
+at::Tensor normed(const at::Tensor& x, const std::optional<at::Tensor>& w, const std::optional<at::Tensor>& bias, double eps, bool rms) {
+  const auto C = x.sym_sizes().slice(x.dim() - 1);
+  return rms ? at::rms_norm_symint(x, C, w, eps) : at::layer_norm_symint(x, C, w, bias, eps);
+}
+
+// x (..., C) -> down(act(up(norm(x)))) as model.py's MLP has it; kind: swiglu, relu2, gelu or gelu_tanh
 at::Tensor mlp(const at::Tensor& x, const std::optional<at::Tensor>& norm, const std::optional<at::Tensor>& norm_bias, double eps, bool rms,
                const std::string& kind, const at::Tensor& up, const std::optional<at::Tensor>& up_scale, const std::optional<at::Tensor>& up_bias,
                const at::Tensor& down, const std::optional<at::Tensor>& down_scale, const std::optional<at::Tensor>& down_bias) {
-  const auto C = x.sym_sizes().slice(x.dim() - 1);
-  at::Tensor h = rms ? at::rms_norm_symint(x, C, norm, eps) : at::layer_norm_symint(x, C, norm, norm_bias, eps);
-  h = few_rows(h, up, up_scale, up_bias);
+  at::Tensor h = few_rows(normed(x, norm, norm_bias, eps, rms), up, up_scale, up_bias);
   if (kind == "swiglu") {
     const auto both = h.chunk(2, -1);
     h = at::silu(both[0]).mul_(both[1]);
@@ -498,9 +502,10 @@ template <typename T>
 void attended(const float* q, const T* k, const T* v, int64_t k_step, int64_t v_step, const float* seen, int64_t seen_step, int64_t R, int64_t S,
               int64_t D, float scale, float* scores, float* y) {
   constexpr int SIDE = 4;                   // vectors of the output at once
-  const int64_t row = S + LANES;
+  const int64_t row = S + LANES, ahead = AHEAD / (D * sizeof(T));
   for (int64_t s = 0; s < S; s++) {
-    fetch((const char*)(k + s * k_step) + AHEAD, D * sizeof(T));
+    if (s + ahead < S) fetch(k + (s + ahead) * k_step, D * sizeof(T));
+    fetch(v + s * v_step, D * sizeof(T));
     for (int64_t r = 0; r < R; r++) {
       floats total = {};
       for (int64_t d = 0; d < D; d += LANES) total += lanes(k + s * k_step + d) * get<floats>(q + r * D + d);
@@ -522,7 +527,6 @@ void attended(const float* q, const T* k, const T* v, int64_t k_step, int64_t v_
       floats out[SIDE] = {};
       for (int64_t s = 0; s < S; s++) {
         const T* from = v + s * v_step + d;
-        if (r == 0) fetch((const char*)from + AHEAD, parts * LANES * sizeof(T));
         if (parts == SIDE)
           for (int i = 0; i < SIDE; i++) out[i] += lanes(from + i * LANES) * w[s];
         else
@@ -578,16 +582,56 @@ void write_slots(const at::Tensor& slot, const at::Tensor& kept, const at::Tenso
                     from + size * (b * rows.stride(0) + g * rows.stride(1) + t * rows.stride(2)), bytes);
 }
 
+// One token a row, x (B, 1, C) -> (B, 1, C), as mixers/attention.py has it: normed, projected to H queries, G keys and G values; queries and
+// keys normalised where there are norms (D,), and their first channels turned by cos and sin (B or 1, 1, 1, half of them); key and value put
+// into k and v (B, G, slots, D) at slot (B, 1); and the queries against the first keys, as many as the mask (B or 1, 1, 1, S) tells of.
+at::Tensor attention(const at::Tensor& x, const std::optional<at::Tensor>& norm, const std::optional<at::Tensor>& norm_bias, double eps, bool rms,
+                     const at::Tensor& qkv, const std::optional<at::Tensor>& qkv_scale, const std::optional<at::Tensor>& qkv_bias,
+                     const at::Tensor& out, const std::optional<at::Tensor>& out_scale, const std::optional<at::Tensor>& out_bias,
+                     const std::optional<at::Tensor>& q_norm, const std::optional<at::Tensor>& k_norm, double head_eps,
+                     const std::optional<at::Tensor>& cos, const std::optional<at::Tensor>& sin, bool interleaved,
+                     const at::Tensor& k, const at::Tensor& v, const at::Tensor& slot, const at::Tensor& mask) {
+  const int64_t B = x.size(0), G = k.size(1), D = k.size(3), heads = qkv.size(0) / D, H = heads - 2 * G;
+  const at::Tensor all = few_rows(normed(x, norm, norm_bias, eps, rms), qkv, qkv_scale, qkv_bias).view({B, heads, 1, D});
+  const at::Tensor turned = all.narrow(1, 0, H + G).to(at::kFloat, false, true).contiguous();
+  const Numbers q_weight(q_norm), k_weight(k_norm), c(cos), s(sin);
+  const int64_t half = cos ? cos->size(3) : 0, by_row = cos && cos->size(0) > 1 ? half : 0;
+  for (int64_t b = 0; b < B; b++)
+    for (int64_t h = 0; h < H + G; h++) {
+      float* head = turned.data_ptr<float>() + (b * (H + G) + h) * D;
+      if (const Numbers& weight = h < H ? q_weight : k_weight; weight.data) {
+        double squares = 0;
+        for (int64_t d = 0; d < D; d++) squares += head[d] * head[d];
+        const float inverse = 1 / std::sqrt(squares / D + head_eps);
+        for (int64_t d = 0; d < D; d++) head[d] *= inverse * weight[d];
+      }
+      for (int64_t i = 0; i < half; i++) {
+        float &one = head[interleaved ? 2 * i : i], &two = head[interleaved ? 2 * i + 1 : i + half];
+        const float a = one, b_ = two, cosine = c[b * by_row + i], sine = s[b * by_row + i];
+        one = a * cosine - b_ * sine, two = b_ * cosine + a * sine;
+      }
+    }
+  write_slots(slot, k, turned.narrow(1, H, G).to(k.scalar_type()));
+  write_slots(slot, v, all.narrow(1, H + G, G));
+  const int64_t S = mask.size(3);
+  const at::Tensor y = one_query(turned.narrow(1, 0, H), k.narrow(2, 0, S), v.narrow(2, 0, S), mask, 1 / std::sqrt(double(D)));
+  return few_rows(y.to(x.scalar_type()).view({B, 1, H * D}), out, out_scale, out_bias);
+}
+
 TORCH_LIBRARY(heed, m) {
   m.def("few_rows(Tensor x, Tensor w, Tensor? scale, Tensor? bias) -> Tensor");
   m.def("mlp(Tensor x, Tensor? norm, Tensor? norm_bias, float eps, bool rms, str kind, Tensor up, Tensor? up_scale, Tensor? up_bias, "
         "Tensor down, Tensor? down_scale, Tensor? down_bias) -> Tensor");
+  m.def("attention(Tensor x, Tensor? norm, Tensor? norm_bias, float eps, bool rms, Tensor qkv, Tensor? qkv_scale, Tensor? qkv_bias, "
+        "Tensor out, Tensor? out_scale, Tensor? out_bias, Tensor? q_norm, Tensor? k_norm, float head_eps, Tensor? cos, Tensor? sin, "
+        "bool interleaved, Tensor(a!) k, Tensor(b!) v, Tensor slot, Tensor mask) -> Tensor");
   m.def("write_slots(Tensor slot, Tensor(a!) kept, Tensor fresh) -> ()");
   m.def("one_query(Tensor q, Tensor k, Tensor v, Tensor? mask, float scale) -> Tensor");
 }
 TORCH_LIBRARY_IMPL(heed, CPU, m) {
   m.impl("few_rows", few_rows);
   m.impl("mlp", mlp);
+  m.impl("attention", attention);
   m.impl("write_slots", write_slots);
   m.impl("one_query", one_query);
 }

@@ -27,7 +27,6 @@ BITS = {"int8": 8, "int4": 4}
 FEW = 16   # rows up to which the kernel beats torch: float32 12 ms against 16 at one row, 14 against 33 at 4, 31 against 41 at 16; int8 4,
            # 6 and 21 (24 matrices of 3072 x 768; 2 cores of an AVX2 EPYC, 2026-11-30)
 BUILT: list = []     # the kernels, once they are
-LARGE = 30e6   # parameters from which a CPU's generation gains enough for half a minute's build
 
 
 @cache
@@ -99,7 +98,7 @@ class FewRows(nn.Module):
     def __init__(self, linear: nn.Linear, bits: int | None):
         super().__init__()
         w = linear.weight.detach()
-        self.bits, self.dtype, scale = bits, w.dtype, None
+        self.bits, self.dtype, self.in_features, scale = bits, w.dtype, linear.in_features, None
         self.fast = w.device.type == "cpu" and linear.in_features % GROUP == 0 and kernel() is not None
         if bits == 8:
             scale = w.float().abs().amax(1).clamp(min=1e-12) / 127
@@ -134,45 +133,3 @@ class FewRows(nn.Module):
             wide = torch.float32 if emulated else x.dtype
             return F.linear(x.to(wide), self.weight_as(wide), None if self.bias is None else self.bias.to(wide)).to(x.dtype)
         return torch.ops.heed.few_rows(x, self.codes, self.scale, self.bias)
-
-
-class FewRowsMLP(nn.Module):
-    """model.MLP behind its norm, a single call for a few rows: an operation called from Python takes as long as a small product."""
-
-    def __init__(self, norm: nn.LayerNorm | nn.RMSNorm, mlp: nn.Module):
-        super().__init__()
-        self.norm, self.mlp = norm, mlp
-
-    def forward(self, x: Tensor) -> Tensor:
-        norm, up, down = self.norm, self.mlp.up, self.mlp.down
-        if not (up.few(x) and down.fast) or torch.is_grad_enabled():     # type: ignore[operator]
-            return self.mlp(norm(x))
-        return torch.ops.heed.mlp(x, norm.weight, getattr(norm, "bias", None), norm.eps, isinstance(norm, nn.RMSNorm), self.mlp.kind,
-                                  up.codes, up.scale, up.bias, down.codes, down.scale, down.bias)
-
-
-def prepare(model: nn.Module, quantize: str | None) -> str:
-    """`for_generation` where weights are to be rounded, or where a CPU gains by it; what is worth telling."""
-    large = next(model.parameters()).device.type == "cpu" and sum(p.numel() for p in model.parameters()) > LARGE
-    if not (quantize or large):
-        return ""
-    share = for_generation(model, BITS.get(quantize or ""))
-    return f"{share:.0%} of the linear layers' weights in {quantize}" if quantize else ""
-
-
-def for_generation(model: nn.Module, bits: int | None = None) -> float:
-    """Replaces every linear layer, the head too (a tied embedding keeps its own matrix), in place; int4 leaves those whose inputs are no
-    multiple of 32. Returns the share of the layers' weights that were."""
-    of = done = 0
-    for parent in list(model.modules()):
-        for name, m in list(parent.named_children()):
-            if isinstance(m, nn.Linear):
-                fits = bits != 4 or m.in_features % GROUP == 0
-                of, done = of + m.weight.numel(), done + m.weight.numel() * fits
-                if fits:
-                    setattr(parent, name, FewRows(m, bits))
-    for block in list(model.modules()):
-        up, down = (getattr(getattr(block, "mlp", None), name, None) for name in ("up", "down"))
-        if isinstance(up, FewRows) and isinstance(down, FewRows):
-            block.mlp, block.norm2 = FewRowsMLP(block.norm2, block.mlp), nn.Identity()   # type: ignore[arg-type]
-    return done / max(1, of)

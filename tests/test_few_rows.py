@@ -5,9 +5,10 @@ import torch
 from conftest import tiny, tokens
 from torch import nn
 
+from engine.decode import for_generation
 from mixers import MIXERS
 from ops import few_rows
-from ops.few_rows import FewRows, for_generation, kernel
+from ops.few_rows import FewRows, kernel
 
 needs_compiler = pytest.mark.skipif(kernel() is None, reason="no C++20 compiler or ninja here")
 
@@ -117,3 +118,52 @@ def test_decoding_by_the_kernel_is_the_forward_pass(cfg, monkeypatch):
     got = torch.cat([model(x[:, i:i + 1], pos=None if i < 30 else pos[:, i:i + 1], state=state) for i in range(40)], 1)
     torch.testing.assert_close(got[[0, 2]], want[[0, 2]], rtol=1e-4, atol=2e-5)
     assert sum(y is not None for y in calls) >= 40
+
+
+@needs_compiler
+@torch.no_grad()
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("cfg", [dict(), dict(position="learned", norm="layernorm", bias=True, mlp="gelu_tanh"), dict(n_kv_head=2, qk_norm=True, mlp="gelu"),
+                                 dict(rope_layout="interleaved", layers="attention(rotary=8)", mlp="relu2"), dict(layers="attention(window=7, sinks=2) attention"),
+                                 dict(rope_scaling="yarn(factor=4, original=16)", head_dim=32)], ids=str)
+def test_a_block_in_two_calls_is_the_block(cfg, dtype, monkeypatch):
+    """Rows of unequal lengths, a token at a time."""
+    model, x = tiny(n_embd=64, **cfg).to(dtype), tokens(3, 40)
+    for name, p in model.named_parameters():
+        if "norm" in name or name.endswith("bias"):
+            p.copy_(1 + 0.3 * torch.randn_like(p))
+    short = torch.where(torch.arange(20)[None] < torch.tensor([20, 13, 5])[:, None], torch.arange(20)[None], -1)
+
+    def decoded():
+        state = model.init_state(3, 64)
+        model(x[:, :20], pos=short, state=state)
+        return torch.cat([model(x[:, i:i + 1], state=state) for i in range(20, 40)], 1)
+
+    want = decoded()
+    for_generation(model)
+    calls = {"mlp": 0, "attention": 0}
+    for name in calls:
+        run = getattr(torch.ops.heed, name)
+        monkeypatch.setattr(torch.ops.heed, name, lambda *a, name=name, run=run: calls.update({name: calls[name] + 1}) or run(*a))
+    got = decoded()
+    assert calls == {"mlp": 20 * model.cfg.n_layer, "attention": 20 * model.cfg.n_layer}
+    if dtype == torch.float32:
+        torch.testing.assert_close(got, want, rtol=1e-4, atol=2e-5)
+    else:
+        assert (got - want).norm() < 0.02 * want.norm()
+    with torch.enable_grad():                                       # gradients go another way
+        model(x).sum().backward()
+    assert model.wte.weight.grad is not None
+
+
+@needs_compiler
+@torch.no_grad()
+def test_what_the_kernel_does_not_do_goes_the_long_way(monkeypatch):
+    for cfg in (dict(position="alibi"), dict(attn_softcap=5.0), dict(layers="attention(gate=True)"), dict(layers="attention(sink_logit=True)"), dict(kv_cache="int8")):
+        model, x = tiny(n_embd=64, **cfg), tokens(2, 12)
+        want, state = model(x), model.init_state(2, 16)
+        for_generation(model)
+        monkeypatch.setattr(torch.ops.heed, "attention", None)
+        got = torch.cat([model(x[:, i:i + 1], state=state) for i in range(12)], 1)
+        torch.testing.assert_close(got, want, rtol=1e-4 if "kv_cache" not in cfg else 0.1, atol=1e-3)
+        monkeypatch.undo()

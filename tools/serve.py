@@ -66,11 +66,11 @@ import torch
 from data.tokenizer import Tokenizer
 from engine.checkpoint import find_step, load_model
 from engine.completion import Completion, Writing, together
+from engine.decode import prepare
 from engine.device import pick_device
 from engine.generate import Batch
 from engine.speculate import guesser
 from engine.worker import Refused, Worker
-from ops.few_rows import prepare
 
 MOST = 10_000_000      # bytes of a request
 
