@@ -14,7 +14,9 @@ import mmap
 import tempfile
 import time
 from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, replace
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
@@ -211,6 +213,12 @@ def llama_cpp(config: DecodeConfig, width: str, folder: Path) -> tuple[Speeds, f
     return found, median_seconds(lambda: prompt(max(config.contexts)), 5, torch.device("cpu"))
 
 
+def apart(call: Callable[..., Any], *args: Any) -> Any:
+    """In a process of its own: llama.cpp counts on AMX tiles to stay as its threads set them, and torch's products set them anew."""
+    with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
+        return pool.submit(call, *args).result()
+
+
 @torch.no_grad()
 def linear_layers(model: GPT, B: int, repeats: int, device: torch.device) -> float:
     """Seconds that a step's products take alone, one after the other."""
@@ -288,7 +296,7 @@ def main(config: DecodeConfig) -> list[dict[str, Any]]:
             tell(f"  Hugging Face, {width}", hugging_face(config, getattr(torch, width), device), limit)
         if config.rivals and device.type == "cpu" and has("llama_cpp") and has("gguf"):
             with tempfile.TemporaryDirectory() as folder:
-                theirs, prompt = llama_cpp(config, width, Path(folder))
+                theirs, prompt = apart(llama_cpp, config, width, Path(folder))
             tell(f"  llama.cpp, {width}", theirs, limit)
             print(f"    a prompt of {max(config.contexts):,}: {max(config.contexts) / prompt:,.0f} tokens/s")
             rows.append({"system": f"llama.cpp, prefill, {width}", "seconds": prompt})
