@@ -7,6 +7,7 @@ this machine reads as much random data.
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import importlib.util
 import json
@@ -15,6 +16,7 @@ import tempfile
 import time
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass, replace
 from multiprocessing import get_context
 from pathlib import Path
@@ -214,9 +216,11 @@ def llama_cpp(config: DecodeConfig, width: str, folder: Path) -> tuple[Speeds, f
 
 
 def apart(call: Callable[..., Any], *args: Any) -> Any:
-    """In a process of its own: llama.cpp counts on AMX tiles to stay as its threads set them, and torch's products set them anew."""
-    with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
+    """In a process of its own, None where that is killed: llama.cpp counts on AMX tiles to stay as its threads set them, and torch sets
+    them anew. As gcc 12 builds it, its own int8 tiles are an illegal instruction, too (CXXFLAGS=-mno-amx-int8 avoids them)."""
+    with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool, contextlib.suppress(BrokenProcessPool):
         return pool.submit(call, *args).result()
+    return None
 
 
 @torch.no_grad()
@@ -296,7 +300,11 @@ def main(config: DecodeConfig) -> list[dict[str, Any]]:
             tell(f"  Hugging Face, {width}", hugging_face(config, getattr(torch, width), device), limit)
         if config.rivals and device.type == "cpu" and has("llama_cpp") and has("gguf"):
             with tempfile.TemporaryDirectory() as folder:
-                theirs, prompt = apart(llama_cpp, config, width, Path(folder))
+                found = apart(llama_cpp, config, width, Path(folder))
+            if not found:
+                print(f"  llama.cpp, {width}: its process was killed; build it with CFLAGS and CXXFLAGS=-mno-amx-int8")
+                continue
+            theirs, prompt = found
             tell(f"  llama.cpp, {width}", theirs, limit)
             print(f"    a prompt of {max(config.contexts):,}: {max(config.contexts) / prompt:,.0f} tokens/s")
             rows.append({"system": f"llama.cpp, prefill, {width}", "seconds": prompt})
