@@ -79,8 +79,13 @@ def test_it_is_transformers_layer_forward_and_backward(name, T):
     torch.testing.assert_close(got, want, **near)
     a = torch.autograd.grad((got * loud_).sum(), [x, *alike.values()])
     b = torch.autograd.grad((want * loud_).sum(), [x, *(theirs.get_parameter(n) for n in alike)])
-    for mine, other in zip(a, b):
-        assert (mine - other.view_as(mine)).abs().max() < 2e-5 * max(1, other.abs().max())
+    m.double()                # in float64 ours is what both are measured by: transformers' chunks stay in float32
+    x = x.detach().double().requires_grad_()
+    exact = torch.autograd.grad((m(x, Positions(2, T, CPU)) * loud_).sum(), [x, *alike.values()])
+    for mine, other, so in zip(a, b, exact):
+        size = max(1, so.abs().max())
+        assert (mine - so).abs().max() < 1e-5 * size
+        assert (other.view_as(so) - so).abs().max() < 1e-4 * size     # 4e-5 on a Sapphire Rapids, where ours is off by 3e-6
 
 
 @pytest.mark.parametrize("name", ["qwen", "kimi"])
