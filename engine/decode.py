@@ -40,11 +40,11 @@ def for_generation(model: nn.Module, bits: int | None = None) -> float:
                 if fits:
                     setattr(parent, name, FewRows(m, bits))
     for block in [m for m in model.modules() if isinstance(m, Block)]:
-        if type(block.mlp) is MLP and fast(block.mlp.up, block.mlp.down):
+        if type(block.mlp) is MLP and not isinstance(block.norm2, nn.Identity) and fast(block.mlp.up, block.mlp.down):
             block.mlp.forward = mlp(block.mlp, block.norm2)                           # type: ignore[method-assign,assignment]
             block.mlp.norm, block.norm2 = block.norm2, nn.Identity()                  # type: ignore[assignment]
         mixer = block.mixer
-        if type(mixer) is Attention and fast(mixer.qkv, mixer.out) and one_call(mixer):
+        if type(mixer) is Attention and not isinstance(block.norm1, nn.Identity) and fast(mixer.qkv, mixer.out) and one_call(mixer):
             mixer.forward = attention(mixer, block.norm1)                             # type: ignore[method-assign]
             mixer.norm, block.norm1 = block.norm1, nn.Identity()
     return done / max(1, of)
@@ -87,7 +87,8 @@ def attention(m: Attention, norm: nn.Module) -> Callable[..., Tensor]:
     qkv, (window, sinks) = cast(FewRows, m.qkv), m.cache.sees(m)
 
     def forward(x: Tensor, at: Positions, state: dict[str, Tensor] | None = None) -> Tensor:
-        few = state is not None and x.shape[1] == 1 and qkv.few(x) and not at.given and state["k"].dtype == x.dtype
+        few = state is not None and x.shape[1] == 1 and qkv.few(x) and not at.given and not (m.training and m.cfg.attn_dropout)
+        few = few and state is not None and state["k"].dtype == x.dtype and x.dtype in (torch.float32, torch.bfloat16)
         if state is None or not few or torch.is_grad_enabled() or torch.compiler.is_compiling():       # a compiler copies the caches
             return Attention.forward(m, norm(x), at, state)
         ring = state["k"].shape[2] - 1 - sinks

@@ -185,7 +185,7 @@ template <int R, int V, typename W>
 void rows_in_lanes(const W* w, int64_t row, const at::Half* pairs, const float* x, int64_t G, float (*y)[R]) {
   floats total[R][V] = {};
   for (int64_t g = 0; g < G; g++) {
-    float wide[R][WIDE];
+    alignas(floats) float wide[R][WIDE];
     fetch((const char*)w + R * g * row / G * sizeof(W) + AHEAD, R * row / G * sizeof(W));
     for (int r = 0; r < R; r++) read(w + r * row, pairs + 2 * r * G, g, (floats*)wide[r]);
     for (int k = 0; k < WIDE; k++)
@@ -248,9 +248,12 @@ struct Columns {
     step.resize(M), above.resize(count);
     for (int64_t m = 0; m < M; m++) {
       const float* row = x + m * K;
-      __m512 most = _mm512_set1_ps(1e-30f);
-      for (int64_t k = 0; k < K; k += 16) most = _mm512_max_ps(most, _mm512_abs_ps(_mm512_loadu_ps(row + k)));
-      step[m] = _mm512_reduce_max_ps(most) / 32512;      // 127 * 256
+      __m512 most = _mm512_set1_ps(1e-30f), zero = _mm512_setzero_ps();      // zero: but NaN is NaN, which max hides
+      for (int64_t k = 0; k < K; k += 16) {
+        const __m512 some = _mm512_loadu_ps(row + k);
+        most = _mm512_max_ps(most, _mm512_abs_ps(some)), zero = _mm512_fmadd_ps(some, _mm512_setzero_ps(), zero);
+      }
+      step[m] = _mm512_reduce_max_ps(most) / 32512 + _mm512_reduce_add_ps(zero);      // 127 * 256
       const __m512 inverse = _mm512_set1_ps(1 / step[m]);
       auto *high = (int8_t*)&data[m * units], *low = (int8_t*)&data[(M + m) * units];
       __m512i highs = _mm512_setzero_si512(), lows = highs;
@@ -571,8 +574,10 @@ at::Tensor one_query(const at::Tensor& query, const at::Tensor& k, const at::Ten
 void write_slots(const at::Tensor& slot, const at::Tensor& kept, const at::Tensor& fresh) {
   const at::Tensor slots = slot.contiguous(), rows = fresh.stride(3) == 1 ? fresh : fresh.contiguous();
   const int64_t B = fresh.size(0), G = fresh.size(1), T = fresh.size(2), bytes = fresh.size(3) * fresh.element_size();
-  TORCH_CHECK(kept.scalar_type() == fresh.scalar_type() && kept.stride(3) == 1 && slot.size(0) == B && slot.size(1) == T, "write_slots: shapes");
+  TORCH_CHECK(kept.scalar_type() == fresh.scalar_type() && kept.stride(3) == 1 && slot.size(0) == B && slot.size(1) == T, "write_slots: types");
+  TORCH_CHECK(kept.size(0) == B && kept.size(1) == G && kept.size(3) == fresh.size(3), "write_slots: shapes");
   const int64_t size = kept.element_size(), *at = slots.const_data_ptr<int64_t>();
+  for (int64_t i = 0; i < B * T; i++) TORCH_CHECK_INDEX(at[i] >= 0 && at[i] < kept.size(2), "slot ", at[i], " of ", kept.size(2));
   char* to = (char*)kept.data_ptr();
   const char* from = (const char*)rows.const_data_ptr();
   for (int64_t b = 0; b < B; b++)

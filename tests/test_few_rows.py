@@ -167,3 +167,22 @@ def test_what_the_kernel_does_not_do_goes_the_long_way(monkeypatch):
         got = torch.cat([model(x[:, i:i + 1], state=state) for i in range(12)], 1)
         torch.testing.assert_close(got, want, rtol=1e-4 if "kv_cache" not in cfg else 0.1, atol=1e-3)
         monkeypatch.undo()
+
+
+@needs_compiler
+def test_what_cannot_be_is_not_hidden():
+    x = torch.randn(1, 64)
+    x[0, 3] = torch.nan
+    with torch.no_grad():
+        assert FewRows(nn.Linear(64, 32), 8)(x).isnan().all()
+    made, x = FewRows(nn.Linear(64, 32), None), torch.randn(1, 64, requires_grad=True)
+    made(x).sum().backward()                                         # the kernel has no gradient: torch's way
+    torch.testing.assert_close(x.grad[0], made.weight.sum(0))
+    with pytest.raises(IndexError):
+        torch.ops.heed.write_slots(torch.tensor([[9]]), torch.zeros(1, 2, 9, 16), torch.ones(1, 2, 1, 16))
+    model, x = tiny(n_embd=64), tokens(1, 5)
+    for_generation(model)
+    with torch.no_grad():
+        want = model(x[:, :1], state=model.init_state(1, 8))
+        for_generation(model)                                        # once more changes nothing
+        assert torch.equal(model(x[:, :1], state=model.init_state(1, 8)), want)
