@@ -217,7 +217,7 @@ def llama_cpp(config: DecodeConfig, width: str, folder: Path) -> tuple[Speeds, f
 
 def apart(call: Callable[..., Any], *args: Any) -> Any:
     """In a process of its own, None where that is killed: llama.cpp counts on AMX tiles to stay as its threads set them, and torch sets
-    them anew. As gcc 12 builds it, its own int8 tiles are an illegal instruction, too (CXXFLAGS=-mno-amx-int8 avoids them)."""
+    them anew. As gcc 12 builds it, its own int8 tiles are an illegal instruction, too."""
     with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool, contextlib.suppress(BrokenProcessPool):
         return pool.submit(call, *args).result()
     return None
@@ -302,7 +302,8 @@ def main(config: DecodeConfig) -> list[dict[str, Any]]:
             with tempfile.TemporaryDirectory() as folder:
                 found = apart(llama_cpp, config, width, Path(folder))
             if not found:
-                print(f"  llama.cpp, {width}: its process was killed; build it with CFLAGS and CXXFLAGS=-mno-amx-int8")
+                print(f"  llama.cpp, {width}: its process was killed; where that was AMX, build it with CFLAGS and CXXFLAGS="
+                      "'-mno-amx-tile -mno-amx-int8 -mno-amx-bf16'")
                 continue
             theirs, prompt = found
             tell(f"  llama.cpp, {width}", theirs, limit)

@@ -208,9 +208,7 @@ def sdpa(q: Tensor, k: Tensor, v: Tensor, at: Positions, keys: Keys, how: How) -
         return opened(see(at, keys, how, q.shape[1]), bias, q.dtype, how.sink_logit is not None)
 
     mask, empty = make() if isinstance(how.keep, Tensor) else at.once(("mask", keys.name, *how.mask_key(), q.dtype), make)
-    y = fused(q, k, v, mask, how)
-    sees_itself = isinstance(keys.name, tuple) and keys.name[0] in ("before", "after") and not at.given and how.keep is None
-    return y if sees_itself else y.masked_fill(empty, 0)
+    return fused(q, k, v, mask, how).masked_fill(empty, 0)
 
 
 def fused(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, how: How, is_causal: bool = False) -> Tensor:

@@ -11,7 +11,7 @@ import hashlib
 import os
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 
@@ -75,17 +75,6 @@ def one_query(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float
         mask = torch.zeros(mask.shape).masked_fill(~mask, -torch.inf) if mask.dtype == torch.bool else mask
         mask = mask if mask.shape[-1] == k.shape[2] else mask.expand(-1, -1, -1, k.shape[2])
     return torch.ops.heed.one_query(q, k, v, mask, D**-0.5 if scale is None else scale)
-
-
-def written(slot: Tensor, pairs: Sequence[tuple[Tensor, Tensor]]) -> bool:
-    """`ops.positions.write` of a few tokens by the kernel, where it has been built and takes them; whether it has."""
-    if not BUILT or slot.device.type != "cpu" or slot.numel() > FEW or torch.is_grad_enabled() or torch.compiler.is_compiling():
-        return False
-    if any(kept.dtype != new.dtype or kept.dim() != 4 or kept.stride(3) != 1 for kept, new in pairs):
-        return False
-    for kept, new in pairs:
-        torch.ops.heed.write_slots(slot, kept, new)
-    return True
 
 
 class FewRows(nn.Module):

@@ -85,7 +85,7 @@ def test_it_is_transformers_layer_forward_and_backward(name, T):
     for mine, other, so in zip(a, b, exact):
         size = max(1, so.abs().max())
         assert (mine - so).abs().max() < 1e-5 * size
-        assert (other.view_as(so) - so).abs().max() < 1e-4 * size     # 4e-5 on a Sapphire Rapids, where ours is off by 3e-6
+        assert (other.view_as(so) - so).abs().max() < (1e-4 if name == "kimi" else 2e-5) * size     # its 4e-5 on AMX, where ours is 3e-6
 
 
 @pytest.mark.parametrize("name", ["qwen", "kimi"])

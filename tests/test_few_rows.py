@@ -9,6 +9,8 @@ from engine.decode import for_generation
 from mixers import MIXERS
 from ops import few_rows
 from ops.few_rows import FewRows, kernel
+from ops.positions import Positions
+from ops.processor import processor
 
 needs_compiler = pytest.mark.skipif(kernel() is None, reason="no C++20 compiler or ninja here")
 
@@ -24,7 +26,8 @@ def test_the_kernel_is_the_product(K, N, bits, dtype, monkeypatch):
     exact = lambda x: nn.functional.linear(x.double(), made.weight_as(torch.float64), layer.bias.double())
     calls, run = [], torch.ops.heed.few_rows
     monkeypatch.setattr(torch.ops.heed, "few_rows", lambda *a: calls.append(1) or run(*a))
-    off = 2e-2 if dtype == torch.bfloat16 else 1e-4 if bits == 8 else 1e-5        # int8's kernel may take x in 16 bits
+    native = "avx512_bf16" in processor() and "avx512_vnni" in processor()        # then int8's kernel takes x in 16 bits
+    off = 2e-2 if dtype == torch.bfloat16 else 1e-4 if bits == 8 and native else 1e-5
     for shape in ((1, 1), (2, 1), (1, 3), (4, 1), (5, 1), (2, 4), (7,), (9, 1), (16, 1)):
         x = torch.randn(*shape, K, dtype=dtype)
         got = made(x)
@@ -170,7 +173,7 @@ def test_what_the_kernel_does_not_do_goes_the_long_way(monkeypatch):
 
 
 @needs_compiler
-def test_what_cannot_be_is_not_hidden():
+def test_what_cannot_be_is_not_hidden(monkeypatch):
     x = torch.randn(1, 64)
     x[0, 3] = torch.nan
     with torch.no_grad():
@@ -178,11 +181,12 @@ def test_what_cannot_be_is_not_hidden():
     made, x = FewRows(nn.Linear(64, 32), None), torch.randn(1, 64, requires_grad=True)
     made(x).sum().backward()                                         # the kernel has no gradient: torch's way
     torch.testing.assert_close(x.grad[0], made.weight.sum(0))
-    with pytest.raises(IndexError):
-        torch.ops.heed.write_slots(torch.tensor([[9]]), torch.zeros(1, 2, 9, 16), torch.ones(1, 2, 1, 16))
     model, x = tiny(n_embd=64), tokens(1, 5)
     for_generation(model)
     with torch.no_grad():
         want = model(x[:, :1], state=model.init_state(1, 8))
         for_generation(model)                                        # once more changes nothing
         assert torch.equal(model(x[:, :1], state=model.init_state(1, 8)), want)
+        monkeypatch.setattr(Positions, "slot", lambda *a: torch.tensor([[9]]))
+        with pytest.raises(IndexError, match="slot 9 of 9"):
+            model(x[:, :1], state=model.init_state(1, 8))
